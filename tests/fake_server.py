@@ -1,0 +1,364 @@
+#!/usr/bin/env python3
+"""A llama-server as far as this suite can see one, without a model: its times are simulated.
+
+  python3 tests/fake_server.py                 serves http://127.0.0.1:8080
+  python3 tests/fake_server.py --port 0        a free port; the first line on stdout is the URL
+  python3 tests/fake_server.py --fault cut     misbehaves as faults.py says; --faults lists the names
+
+One slot. A prompt costs time for each token that the slot does not hold already, an answer costs
+time for each token. Like the real server (b11434) it sends the
+headers before the prompt is computed, the role together with the first token, and notices a client
+that has left at once, but can't interrupt a prompt for it: the slot is free when that is computed.
+"""
+
+import argparse
+import contextlib
+import http.server
+import itertools
+import json
+import os
+import re
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+
+import faults
+
+ANSWERS = {
+    "What should a new patient bring?": "Please bring your photo ID, your insurance card and a list of the medicines "
+    "that you take.",
+    "When is the clinic open on Saturday?": "On Saturday we are open from 9:00 a.m. to 1:00 p.m., for booked visits "
+    "and urgent cases.",
+    "How do I prepare for a fasting blood test?": "Eat nothing for ten hours before the test. Drink only water, about "
+    "0.5 liters. Take your usual medicines unless the doctor told you not to.",
+    "List the numbers from 1 to 300, separated by commas.": ", ".join(str(n) for n in range(1, 301)),
+}
+
+
+def tokenize(text):
+    """`text` in pieces of about a model's size; joined they are `text` again."""
+    return re.findall(r" ?\w{1,7}| ?[^\w\s]|\s", text)
+
+
+def render(messages):
+    """The messages as the prompt that a chat template of the ChatML kind makes of them."""
+    if not messages or messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
+    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    return turns + "<|im_start|>assistant\n"
+
+
+class Refused(Exception):
+    """An error that is known before the first token: (HTTP status, type, message)."""
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+class Slot:
+    """The one slot: what its KV cache holds, who has it, and what it costs to fill it."""
+
+    def __init__(self, prompt_ms, token_ms, n_ctx, log):
+        self.prompt_ms, self.token_ms, self.n_ctx, self.log = prompt_ms, token_ms, n_ctx, log
+        self.lock = threading.Lock()
+        self.tokens = []
+        self.task = 0
+        self.processing = False
+
+    def answer(self, request, wire):
+        """Yield the events of one answer, as dicts, at the times at which a server has them.
+
+        Raises Refused for a prompt longer than the context, ClientGone as soon as the client leaves.
+        """
+        messages = request.get("messages")
+        if not isinstance(messages, list):
+            raise Refused(400, "invalid_request_error", "'messages' is required")
+        prompt = tokenize(render(messages))
+        self.task += 1
+        task = wire.task = self.task
+        if len(prompt) >= self.n_ctx:
+            what = f"request ({len(prompt)} tokens) exceeds the available context size ({self.n_ctx} tokens)"
+            self.log(f"E srv    send_error: task id = {task}, error: {what}")
+            self.log(
+                f"W srv          stop: cancel task, id_task = {task}"
+            )  # the real server does: it is not proof of a cut
+            raise Refused(400, "exceed_context_size_error", what)
+        reply = tokenize(ANSWERS.get(messages[-1]["content"], "Hello, how can I help you today?"))
+        yield None  # accepted: from here on the status is 200
+        while not self.lock.acquire(timeout=0.002):
+            wire.pause(0)
+        try:
+            self.processing = True
+            self.log(f"I slot launch_slot_: id  0 | task {task} | processing task, is_child = 0")
+            yield from self._run(request, prompt, reply, wire)
+        except ClientGone:
+            time.sleep(self.token_ms / 1000)  # the token at work is still computed
+            raise
+        finally:
+            self.log(f"I slot      release: id  0 | task {task} | stop processing: n_tokens = {len(self.tokens)}")
+            self.processing = False
+            self.lock.release()
+
+    def _run(self, request, prompt, reply, wire):
+        cache_n = 0
+        if request.get("cache_prompt", True):
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, self.tokens))
+            cache_n = min(len(list(same)), len(prompt) - 1)
+        prompt_n, begin = len(prompt) - cache_n, time.perf_counter()
+        done = begin + prompt_n * self.prompt_ms / 1000
+        try:
+            wire.pause(done - begin)
+        finally:  # the client may have gone: the prompt is computed to its end all the same
+            time.sleep(max(0, done - time.perf_counter()))
+            self.tokens = prompt
+        first = time.perf_counter()
+        predicted = reply[: request.get("max_tokens", -1)] if request.get("max_tokens", -1) >= 0 else reply
+        yield event({"role": "assistant", "content": None})
+        for i, token in enumerate(predicted):
+            wire.pause(first + i * self.token_ms / 1000 - time.perf_counter())
+            self.tokens = self.tokens + [token]
+            yield event({"content": token})
+        stopped = len(predicted) == len(reply)  # by the token that ends an answer: it counts, but has no text
+        if stopped:
+            wire.pause(self.token_ms / 1000)
+        last = event({}, finish_reason="stop" if stopped else "length")
+        last["timings"] = timings(
+            cache_n, prompt_n, (first - begin) * 1000, len(predicted) + stopped, (time.perf_counter() - first) * 1000
+        )
+        yield last
+
+
+def event(delta, finish_reason=None):
+    return {
+        "choices": [{"finish_reason": finish_reason, "index": 0, "delta": delta}],
+        "created": int(time.time()),
+        "id": "chatcmpl-simulated",
+        "model": "simulated",
+        "system_fingerprint": "simulated",
+        "object": "chat.completion.chunk",
+    }
+
+
+def timings(cache_n, prompt_n, prompt_ms, predicted_n, predicted_ms):
+    return {
+        "cache_n": cache_n,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt_n,
+        "prompt_per_second": 1000 * prompt_n / max(prompt_ms, 0.001),
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / max(predicted_n, 1),
+        "predicted_per_second": 1000 * predicted_n / max(predicted_ms, 0.001),
+    }
+
+
+class Wire(http.server.BaseHTTPRequestHandler):
+    """One connection, with words for what a server does on it, right or wrong."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    framing = "chunked"  # or "length", "close": how the client knows where the body ends
+
+    def log_message(self, *args):
+        pass
+
+    def head(self, status=200, kind="text/event-stream", framing="chunked", version="HTTP/1.1"):
+        self.framing = framing
+        self.protocol_version = version
+        self.send_response(status)
+        if kind:
+            self.send_header("Content-Type", kind)
+        if framing == "chunked":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+
+    def send(self, data):
+        """Send bytes of the body at once: one HTTP chunk, where it is chunked."""
+        try:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if self.framing == "chunked" else data)
+        except OSError:
+            self.gone()
+
+    def event(self, value):
+        self.send(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    def done(self):
+        self.send(b"data: [DONE]\n\n")
+        self.end()
+
+    def end(self):
+        if self.framing == "chunked":
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"0\r\n\r\n")
+
+    def json(self, value, status=200):
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def error(self, status, kind, message):
+        self.json({"error": {"code": status, "message": message, "type": kind}}, status)
+
+    def pause(self, seconds):
+        """Wait; raises ClientGone the moment the client closes the connection."""
+        until = time.perf_counter() + seconds
+        while True:
+            left = max(0, until - time.perf_counter())
+            if select.select([self.connection], [], [], left)[0]:
+                with contextlib.suppress(OSError):
+                    if self.connection.recv(1, socket.MSG_PEEK):
+                        raise RuntimeError("a second request before the first was answered")
+                self.gone()
+            if left == 0:
+                return
+
+    def silence(self):
+        """Send nothing more; the client has to leave."""
+        self.pause(3600)
+
+    def gone(self):
+        self.server.fake.closed_ms.append((time.perf_counter() - self.received) * 1000)
+        self.server.fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
+        raise ClientGone
+
+    def reset(self):
+        """Break the connection off with a TCP reset."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def do_GET(self):
+        fake = self.server.fake
+        if self.path == "/health" and time.perf_counter() < fake.loaded:
+            self.error(503, "unavailable_error", "Loading model")
+        elif self.path == "/health":
+            self.json({"status": "ok"})
+        elif self.path == "/props":
+            self.json(fake.props())
+        elif self.path == "/slots":
+            faults.SLOTS.get(fake.fault, faults.slots)(self, fake.slots())
+        else:
+            self.error(404, "not_found_error", "File Not Found")
+
+    def do_POST(self):
+        self.received = time.perf_counter()
+        fake = self.server.fake
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path != "/v1/chat/completions":
+            self.error(404, "not_found_error", "File Not Found")
+            return
+        request = json.loads(body)
+        fake.requests.append(request)
+        with contextlib.closing(fake.slot.answer(request, self)) as events:
+            try:
+                next(events)
+                faults.CHAT.get(fake.fault, faults.chat)(self, events)
+            except Refused as refused:
+                self.error(*refused.args)
+            except ClientGone:
+                self.close_connection = True
+
+    def finish(self):
+        with contextlib.suppress(OSError):
+            super().finish()
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class FakeServer:
+    """The server in a thread. prompt_ms, token_ms: the time a token of the prompt, of the answer takes.
+
+    In a test: `requests`, the bodies it got; `closed_ms`, when it saw a client leave, in ms since it
+    had that request; `log_lines`. Use it in a `with`, or call serve().
+    """
+
+    def __init__(self, port=0, prompt_ms=0.8, token_ms=10.0, n_ctx=4096, loading=0.0, fault=None, log=None):
+        self.requests, self.closed_ms, self.log_lines = [], [], []
+        self.begin, self.log_file, self.fault = time.perf_counter(), log, fault
+        self.loaded = self.begin + loading
+        self.slot = Slot(prompt_ms, token_ms, n_ctx, self.log)
+        self.http = Server(("127.0.0.1", port), Wire)
+        self.http.fake = self
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.http.shutdown()
+        self.http.server_close()
+
+    def log(self, text):
+        seconds = time.perf_counter() - self.begin
+        line = f"0.{seconds // 60:02.0f}.{seconds % 60:06.3f} {text}"
+        self.log_lines.append(line)
+        if self.log_file:
+            print(line, file=self.log_file, flush=True)
+
+    def slots(self):
+        slot = {"id": 0, "n_ctx": self.slot.n_ctx, "speculative": False, "is_processing": self.slot.processing}
+        return [dict(slot, id_task=self.slot.task) if self.slot.task else slot]
+
+    def props(self):
+        return {
+            "default_generation_settings": {"n_ctx": self.slot.n_ctx},
+            "total_slots": 1,
+            "model_alias": "simulated",
+            "model_path": "simulated: a fake server without a model",
+            "build_info": "simulated",
+        }
+
+
+def end_with(parent):
+    """End this process when the one that started it is gone, however it went."""
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8080, help="0: a free one (default %(default)s)")
+    parser.add_argument("--prompt-ms", type=float, default=0.8, help="per token of the prompt (default %(default)s)")
+    parser.add_argument("--token-ms", type=float, default=10.0, help="per token of the answer (default %(default)s)")
+    parser.add_argument("--n-ctx", type=int, default=4096, help="tokens of context (default %(default)s)")
+    parser.add_argument("--loading", type=float, default=0.0, help="seconds of answering 503 at the start")
+    parser.add_argument("--fault", choices=sorted({*faults.CHAT, *faults.SLOTS}), metavar="NAME", help="misbehave")
+    parser.add_argument("--faults", action="store_true", help="list the names of the faults")
+    parser.add_argument("--log", type=argparse.FileType("a"), help="a file for the server's log")
+    parser.add_argument("--end-with-parent", action="store_true", help="end when the starting process ends")
+    options = parser.parse_args()
+    if options.faults:
+        for name, fault in sorted({**faults.CHAT, **faults.SLOTS}.items()):
+            print(f"{name:24} {fault.__doc__}")
+        return
+    if options.end_with_parent:
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    names = "port", "prompt_ms", "token_ms", "n_ctx", "loading", "fault", "log"
+    fake = FakeServer(**{name: getattr(options, name) for name in names})
+    print(fake.url, flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        fake.http.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
