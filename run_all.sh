@@ -33,6 +33,12 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; t
   exit 1
 fi
 
+if [ -n "$fake" ]; then
+  export VOICE_LLM_KB=$here/tests/kb
+  export VOICE_LLM_OUT=${VOICE_LLM_OUT:-$here/fake-results}
+fi
+out=${VOICE_LLM_OUT:-/root/voice/llm}
+
 # A step runs in the background and is waited for: only so does a signal reach this script at once,
 # and is passed on to the step.
 child=
@@ -42,7 +48,7 @@ end() {
   status=$?
   trap - EXIT INT TERM
   for pid in $child $server; do kill "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; done
-  if [ -n "$first_line" ]; then rm -f "$first_line"; fi
+  rm -f "$out/sse.py.tmp" ${first_line:+"$first_line"}
   exit "$status"
 }
 trap end EXIT
@@ -80,13 +86,10 @@ if [ -n "$fake" ]; then
   done
   read -r VOICE_LLM_URL <"$first_line"
   export VOICE_LLM_URL
-  export VOICE_LLM_KB=$here/tests/kb
-  export VOICE_LLM_OUT=${VOICE_LLM_OUT:-$here/fake-results}
 elif command -v voice-llm >/dev/null; then
   pod=yes
 fi
 url=${VOICE_LLM_URL:-http://127.0.0.1:8080}
-out=${VOICE_LLM_OUT:-/root/voice/llm}
 
 two_ways() {
   echo "run_all.sh: looked for the command voice-llm (not on PATH) and for a server at $url. Two ways on:
@@ -102,9 +105,7 @@ start() {
 
 deliver() { # never over one that is there
   if [ -e "$out/sse.py" ]; then return; fi
-  cp "$here/sse.py" "$out/sse.py.tmp" && mv "$out/sse.py.tmp" "$out/sse.py" && return
-  rm -f "$out/sse.py.tmp"
-  return 1
+  cp "$here/sse.py" "$out/sse.py.tmp" && mv "$out/sse.py.tmp" "$out/sse.py"
 }
 
 stream() {

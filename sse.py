@@ -158,13 +158,12 @@ class Request:
         self.timed_out = not self.cut
         self.close()
 
-    def response(self):
-        """The http.client response, once its headers are here; None where the connection ended before."""
-        if self._response is None:
-            try:
-                self._response = self._connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                self._error = repr(error)
+    def receive(self):
+        """Wait for the headers → the http.client response, None where the connection ended before."""
+        try:
+            self._response = self._connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            self._error = repr(error)
         return self._response
 
     def body(self):
@@ -192,7 +191,7 @@ class Request:
                 line, self._error = b"", f"a line of more than {LONGEST} bytes"
             if not line or (self.closed_at_ms is not None and (now - self.start) * 1000 >= self.closed_at_ms):
                 return  # what still lay in the buffer was not received before the close
-            if copy_to:
+            if copy_to is not None:
                 copy_to.write(line)
             yield now, line
 
@@ -209,12 +208,13 @@ class Request:
 def get(path, seconds=None):
     """GET `path` from the server → (HTTP status, body as bytes). Raises Failure where no answer comes."""
     with Request("GET", path, seconds=seconds) as request:
-        if not request.response():
+        response = request.receive()
+        if not response:
             raise request.lost()
-        status, body = request.response().status, request.body()
+        body = request.body()
         if request.timed_out:
             raise request.lost("no whole answer")
-        return status, body
+        return response.status, body
 
 
 # ---------------------------------------------------------------------------- one answer
@@ -260,8 +260,8 @@ def words(data):
         found = json.loads(text)
     except (ValueError, RecursionError):
         if "<title>" in text:
-            return "a web page, " + repr(text.partition("<title>")[2].partition("</title>")[0].strip()[:100])
-        return text.strip()[:300] or "nothing"
+            text = "a web page, " + text.partition("<title>")[2].partition("</title>")[0]
+        return " ".join(text.split())[:300] or "nothing"
     for key in "error", "message", "detail":
         if isinstance(found, dict) and found.get(key):
             found = found[key]
@@ -309,7 +309,7 @@ class Answer(Request):
         super().__init__("POST", "/v1/chat/completions", json.dumps(body), cut_after, cut_after is not None)
 
     def __iter__(self):
-        if self.response():
+        if self.receive():
             self._check_headers()
             for at, kind, data in events(self.lines(self.raw_out)):
                 t_ms = round((at - self.start) * 1000, 3)
@@ -329,14 +329,13 @@ class Answer(Request):
             )
             raise Failure(f"{self.where}: the answer has no content: {why}")
         if self.total_ms is None and (self.timed_out or self.closed_at_ms is None):
-            raise self.lost(f"{self.count} fragments but no [DONE]" if self.response() else "no answer")
+            raise self.lost(f"{self.count} fragments but no [DONE]" if self._response else "no answer")
 
     def _check_headers(self):
-        response = self.response()
-        kind = response.headers.get("Content-Type", "")
-        if response.status != 200:
-            hint = HINTS.get(response.status, "look at the server's log")
-            raise Failure(f"{self.where} answered {response.status}: {words(self.body())}: {hint}")
+        status, kind = self._response.status, self._response.headers.get("Content-Type", "")
+        if status != 200:
+            hint = HINTS.get(status, "look at the server's log")
+            raise Failure(f"{self.where} answered {status}: {words(self.body())}: {hint}")
         if kind and kind.partition(";")[0].strip().lower() != "text/event-stream":
             what = f"{kind} and not an event stream: {words(self.body())}"
             raise Failure(f"{self.where} answered with {what}: is this a llama-server?")

@@ -188,7 +188,9 @@ class Wire(http.server.BaseHTTPRequestHandler):
             self.gone()
 
     def event(self, value):
-        self.send(b"data: " + json.dumps(value).encode() + b"\n\n")
+        self.send(faults.data(value))
+        if faults.content(value):
+            self.server.fake.sent_ms[-1].append((time.perf_counter() - self.received) * 1000)
 
     def done(self):
         self.send(b"data: [DONE]\n\n")
@@ -260,6 +262,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
             return
         request = json.loads(body)
         fake.requests.append(request)
+        fake.sent_ms.append([])
         with contextlib.closing(fake.slot.answer(request, self)) as events:
             try:
                 next(events)
@@ -286,12 +289,12 @@ class Server(http.server.ThreadingHTTPServer):
 class FakeServer:
     """The server in a thread. prompt_ms, token_ms: the time a token of the prompt, of the answer takes.
 
-    In a test: `requests`, the bodies it got; `closed_ms`, when it saw a client leave, in ms since it
-    had that request; `log_lines`. Use it in a `with`, or call serve().
+    In a test: `requests`, the bodies it got; `sent_ms`, for each when its fragments were sent, and
+    `closed_ms`, when it saw a client leave, both in ms since it got that request; `log_lines`.
     """
 
     def __init__(self, port=0, prompt_ms=0.8, token_ms=10.0, n_ctx=4096, loading=0.0, fault=None, log=None):
-        self.requests, self.closed_ms, self.log_lines = [], [], []
+        self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], []
         self.begin, self.log_file, self.fault = time.perf_counter(), log, fault
         self.loaded = self.begin + loading
         self.slot = Slot(prompt_ms, token_ms, n_ctx, self.log)

@@ -1,0 +1,106 @@
+"""What the tests share: a fake server, and the scripts run as a user runs them."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_server import FakeServer
+
+TESTS = pathlib.Path(__file__).parent
+TOP = TESTS.parent
+FAST = {"prompt_ms": 0.02, "token_ms": 1.0}
+
+
+class Lab:
+    """A folder for the results, and a fake server per call of serve()."""
+
+    def __init__(self, folder):
+        self.out = folder / "out"
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("VOICE_LLM_")},
+            "VOICE_LLM_OUT": str(self.out),
+            "VOICE_LLM_KB": str(TESTS / "kb"),
+            "VOICE_LLM_TIMEOUT": "10",
+        }
+        self.fake = None
+
+    def serve(self, **options):
+        self.close()
+        self.fake = FakeServer(**{**FAST, **options}).__enter__()
+        self.env["VOICE_LLM_URL"] = self.fake.url
+        return self.fake
+
+    def close(self):
+        if self.fake:
+            self.fake.__exit__()
+            self.fake = None
+
+    def start(self, *command, **popen):
+        """Start a script of the suite; its streams are pipes."""
+        if command[0].endswith(".py"):
+            command = (sys.executable, str(TOP / command[0]), *command[1:])
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(command, env=self.env, encoding="utf-8", **{**streams, **popen})
+
+    def run(self, *command, **popen):
+        """Run a script to its end → the process, with .out, .err and .seconds."""
+        begin = time.perf_counter()
+        process = self.start(*command, **popen)
+        process.out, process.err = process.communicate(timeout=60)
+        process.seconds = time.perf_counter() - begin
+        return process
+
+    def good(self, *command):
+        """Run a script that has to succeed."""
+        process = self.run(*command)
+        assert process.returncode == 0, process.err
+        return process
+
+    def read(self, name):
+        return json.loads((self.out / name).read_text("utf-8"))
+
+    def files(self):
+        return {path.name: path.read_bytes() for path in self.out.iterdir()} if self.out.is_dir() else {}
+
+    def earlier(self):
+        """Put results of an earlier run into the folder → what is there now."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for step in "ttft", "prefill", "cache", "sentence", "cancel", "cancel_prefill", "report", "health", "props":
+            (self.out / f"{step}.json").write_text(f"earlier {step}")
+        (self.out / "sse_raw.txt").write_text("earlier raw")
+        (self.out / "chunks.jsonl").write_text("earlier chunks")
+        return self.files()
+
+
+def at_once(folder, rows, run):
+    """{row: run(lab, *row)} for all `rows`, several at a time since most of them wait, each with a lab of its own."""
+
+    def one(number):
+        lab = Lab(folder / str(number))
+        try:
+            return run(lab, *rows[number])
+        finally:
+            lab.close()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return dict(zip(rows, pool.map(one, range(len(rows)))))
+
+
+def eventually(condition, seconds=5):
+    """Whether `condition` comes true in time."""
+    until = time.perf_counter() + seconds
+    while not condition() and time.perf_counter() < until:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    lab = Lab(tmp_path)
+    yield lab
+    lab.close()
