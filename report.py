@@ -118,8 +118,9 @@ def heading(results):
     """What was measured, as far as props.json tells: model, context, slots, build."""
     props = results.get("props", {})
     settings = props.get("default_generation_settings")
+    model, alias = (os.path.basename(str(props.get(key, ""))) for key in ("model_path", "model_alias"))
     known = {
-        "": os.path.basename(str(props.get("model_path", "a model that props.json does not name"))),
+        "": (model or "a model that props.json does not name") + (f" ({alias})" if alias not in ("", model) else ""),
         "context ": settings.get("n_ctx") if isinstance(settings, dict) else None,
         "slots ": props.get("total_slots"),
         "build ": props.get("build_info"),

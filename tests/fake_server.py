@@ -7,8 +7,8 @@
 
 One slot. A prompt costs time for each token that the slot does not hold already, an answer costs
 time for each token. Like the real server (b11434) it sends the
-headers before the prompt is computed, the role together with the first token, and notices a client
-that has left at once, but can't interrupt a prompt for it: the slot is free when that is computed.
+headers before the prompt is computed, the role together with the first token, and stops within a
+token when the client has left; but a prompt it computes to its end, and only then logs the cancel.
 """
 
 import argparse
@@ -110,11 +110,11 @@ class Slot:
             cache_n = min(len(list(same)), len(prompt) - 1)
         prompt_n, begin = len(prompt) - cache_n, time.perf_counter()
         done = begin + prompt_n * self.prompt_ms / 1000
-        try:
-            wire.pause(done - begin)
-        finally:  # the client may have gone: the prompt is computed to its end all the same
-            time.sleep(max(0, done - time.perf_counter()))
-            self.tokens = prompt
+        left = wire.left(done - begin)
+        time.sleep(max(0, done - time.perf_counter()))  # the prompt is computed to its end all the same
+        self.tokens = prompt
+        if left:
+            wire.cancel()
         first = time.perf_counter()
         predicted = reply[: request.get("max_tokens", -1)] if request.get("max_tokens", -1) >= 0 else reply
         yield event({"role": "assistant", "content": None})
@@ -184,8 +184,9 @@ class Wire(http.server.BaseHTTPRequestHandler):
         """Send bytes of the body at once: one HTTP chunk, where it is chunked."""
         try:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if self.framing == "chunked" else data)
-        except OSError:
-            self.gone()
+        except OSError:  # reset by a client that has left
+            self.left(0)
+            self.cancel()
 
     def event(self, value):
         self.send(faults.data(value))
@@ -212,8 +213,8 @@ class Wire(http.server.BaseHTTPRequestHandler):
     def error(self, status, kind, message):
         self.json({"error": {"code": status, "message": message, "type": kind}}, status)
 
-    def pause(self, seconds):
-        """Wait; raises ClientGone the moment the client closes the connection."""
+    def left(self, seconds):
+        """Wait → True the moment the client closes the connection, False when `seconds` have passed."""
         until = time.perf_counter() + seconds
         while True:
             left = max(0, until - time.perf_counter())
@@ -221,16 +222,21 @@ class Wire(http.server.BaseHTTPRequestHandler):
                 with contextlib.suppress(OSError):
                     if self.connection.recv(1, socket.MSG_PEEK):
                         raise RuntimeError("a second request before the first was answered")
-                self.gone()
+                self.server.fake.closed_ms.append((time.perf_counter() - self.received) * 1000)
+                return True
             if left == 0:
-                return
+                return False
+
+    def pause(self, seconds):
+        """Wait; raises ClientGone the moment the client closes the connection."""
+        if self.left(seconds):
+            self.cancel()
 
     def silence(self):
         """Send nothing more; the client has to leave."""
         self.pause(3600)
 
-    def gone(self):
-        self.server.fake.closed_ms.append((time.perf_counter() - self.received) * 1000)
+    def cancel(self):
         self.server.fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
         raise ClientGone
 

@@ -159,7 +159,7 @@ def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
 
 def fakes():
     """The process ids of the fake servers that a run of run_all.sh has started."""
-    listed = subprocess.run(["ps", "-Ao", "pid=,args="], capture_output=True, encoding="utf-8", check=True).stdout
+    listed = subprocess.run(["ps", "-Aww", "-o", "pid=,args="], capture_output=True, encoding="utf-8", check=True).stdout
     lines = [line.split(None, 1) for line in listed.splitlines()]
     return {int(pid) for pid, args in lines if str(TESTS / "fake_server.py") in args and "--end-with-parent" in args}
 
