@@ -69,10 +69,10 @@ def fake_run(tmp_path_factory):
     bare = make_bare(lab, folder / "bin")
     lab.env["VOICE_LLM_URL"] = "http://127.0.0.1:9"
     lab.env["VOICE_LLM_KB"] = "/nowhere"
-    before = fakes()
     begin = time.time()
     process = lab.start(str(bare / "bash"), str(TOP / "run_all.sh"), "--fake")
-    yield lab, process, begin, before
+    assert eventually(lambda: fake_of(process))
+    yield lab, process, begin, fake_of(process)
     process.kill()
 
 
@@ -157,31 +157,36 @@ def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
         assert "--fake" in process.out + process.err or status == 2
 
 
-def fakes():
-    """The process ids of the fake servers that a run of run_all.sh has started."""
-    listed = subprocess.run(["ps", "-Aww", "-o", "pid=,args="], capture_output=True, encoding="utf-8", check=True).stdout
-    lines = [line.split(None, 1) for line in listed.splitlines()]
-    return {int(pid) for pid, args in lines if str(TESTS / "fake_server.py") in args and "--end-with-parent" in args}
+def processes():
+    """Every process of the machine: {its id: its parent's id and its command}."""
+    listed = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, encoding="utf-8", check=True)
+    return {
+        int(pid): f"{ppid} {rest}" for pid, ppid, *rest in (line.split(None, 2) for line in listed.stdout.splitlines())
+    }
+
+
+def fake_of(process):
+    """The ids of the fake servers that `process`, a run of run_all.sh, has started."""
+    return {pid for pid, text in processes().items() if text.startswith(f"{process.pid} ") and "fake_server" in text}
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
-    before = fakes()
     process = lab.start(str(TOP / "run_all.sh"), "--fake")
     assert eventually(lambda: (lab.out / "health.json").exists(), 20)
-    [pid] = fakes() - before
+    [pid] = fake_of(process)
     begin = time.perf_counter()
     process.send_signal(signum)
     process.wait(10)
     assert time.perf_counter() - begin < 3
     assert process.returncode == status
-    assert eventually(lambda: pid not in fakes())
+    assert eventually(lambda: pid not in processes())
     process.communicate(timeout=20)
     assert eventually(lambda: not [name for name in lab.files() if name.endswith(".tmp")])
 
 
 def test_fake_does_all_steps_on_a_bare_machine_in_under_20_seconds(fake_run):
-    lab, process, begin, before = fake_run
+    lab, process, begin, servers = fake_run
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.strip().splitlines()
@@ -190,4 +195,5 @@ def test_fake_does_all_steps_on_a_bare_machine_in_under_20_seconds(fake_run):
     assert "Where the time goes: simulated" in out
     assert len(lab.files()) == len(FILES) + 3
     assert (lab.out / "report.json").stat().st_mtime - begin < 20
-    assert fakes() <= before
+    assert len(servers) == 1
+    assert eventually(lambda: not servers & set(processes()))
