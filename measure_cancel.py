@@ -38,6 +38,8 @@ def hang_up(messages, cut_after, **request):
         )
     sse.wait_idle(required=True)
     idle_ms = answer.ms() - answer.closed_at_ms
+    if not received:
+        sse.say("no fragment came before the close: it met the prompt's computation, and not the answer's")
     sse.say(f"closed at {answer.closed_at_ms:.1f} ms, {received} fragments received, slot idle {idle_ms:.1f} ms later")
     return {
         "received_tokens": received,

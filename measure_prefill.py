@@ -32,6 +32,8 @@ def documents():
         for name in sorted(os.listdir(folder)):
             if name.endswith(".md") and not name.startswith("."):
                 path = os.path.join(folder, name)
+                if os.path.exists(path) and not os.path.isfile(path):
+                    raise sse.Failure(f"{path} is not a file: take it out of VOICE_LLM_KB")
                 with open(path, encoding="utf-8-sig") as file:
                     texts.append(file.read().strip())
     except OSError as error:

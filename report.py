@@ -41,6 +41,11 @@ SHAPES = {
     "cancel.json": {"max_tokens": float, **CLOSE},
 }
 OPTIONAL = {"cancel_prefill.json": {"docs": float, **CLOSE}, "props.json": {}}
+# Rows of the picture that are not among the seven of report.json.
+MORE = (
+    *("first token, 0 docs", "first token, 4 docs"),
+    *("cache, first", "cache, time at end", "cache, time in front", "stop during prefill"),
+)
 BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -77,6 +82,16 @@ def load(folder):
     if docs != [0, 4, 12]:
         raise sse.Failure(f"{os.path.join(folder, 'prefill.json')}: docs is {docs}, and not [0, 4, 12]")
     return results
+
+
+def age(folder):
+    """A line that asks whether the files are of one run, where they were written far apart; "" where not."""
+    paths = [os.path.join(folder, name) for name in (*SHAPES, *OPTIONAL)]
+    times = {os.path.getmtime(path): os.path.basename(path) for path in paths if os.path.exists(path)}
+    minutes = (max(times) - min(times)) / 60
+    if minutes < 10:
+        return ""
+    return f"{times[min(times)]} is {minutes:.0f} minutes older than {times[max(times)]}: are they of one run?\n"
 
 
 def check(value, shape, where):
@@ -128,6 +143,12 @@ def heading(results):
     return ", ".join(sse.visible(f"{name}{value}") for name, value in known.items() if value)
 
 
+def unsteady(results, key):
+    """Whether the five runs spread more than twofold: their p50 may be another one next time."""
+    times = [run[key] for run in results["ttft"]["runs"]]
+    return max(times) > 2 * min(times)
+
+
 def rows(results):
     """Every time worth a bar → [(name, ms, words that explain it), …]."""
     cache, sentence, cancel = results["cache"], results["sentence"], results["cancel"]
@@ -135,7 +156,7 @@ def rows(results):
     for name, key in ("first token", "ttft"), ("whole answer", "total"):
         times = sorted(run[f"{key}_ms"] for run in results["ttft"]["runs"])
         words = f"short prompt: p50 of 5, {times[0]:.1f} to {times[-1]:.1f}"
-        if times[-1] > 2 * times[0]:
+        if unsteady(results, f"{key}_ms"):
             words += ", UNSTEADY: measure again on an idle machine"
         table.append((name, results["ttft"][f"{key}_p50"], words))
     for row in results["prefill"]:
@@ -232,17 +253,27 @@ def holds(left, sign, right):
 
 
 def comparison(old, new):
-    """Two contents of report.json → lines: each figure old, new, change in percent."""
-    lines = [f"{'':18} {'old':>9} {'new':>9}   change"]
-    for key in new:
-        change = f"{(new[key] - old[key]) / old[key]:+8.1%}" if old[key] else "from 0"
-        lines.append(f"{key:18} {old[key]:9.1f} {new[key]:9.1f} {change:>8}")
+    """The results of two runs → lines: each figure old, new, change in percent.
+
+    The seven of report.json first, then the others that both runs have.
+    """
+    pairs = {key: (value, figures(new)[key]) for key, value in figures(old).items()}
+    before, now = ({name: ms for name, ms, _ in rows(results)} for results in (old, new))
+    pairs.update((name, (before[name], now[name])) for name in MORE if name in before and name in now)
+    lines = [f"{'':20} {'old':>9} {'new':>9}   change"]
+    for name, (was, now) in pairs.items():
+        change = f"{(now - was) / was:+8.1%}" if was else "from 0"
+        runs = name.replace("_p50", "")
+        mark = "  UNSTEADY" * (runs != name and (unsteady(old, runs) or unsteady(new, runs)))
+        lines.append(f"{name:20} {was:9.1f} {now:9.1f} {change:>8}{mark}")
     return lines
 
 
 def main(argv=None):
-    options = sse.command_line(__doc__, argv, against="DIR: compare with the results in this folder")
+    options = sse.command_line(__doc__, argv, against="DIR is a folder of earlier results: compare with them")
     results = load(sse.out())
+    if options.against and not os.path.isdir(options.against):
+        raise sse.Failure(f"there is no folder {options.against} to compare with")
     old = load(options.against) if options.against else None
     sse.save({sse.out("report.json"): figures(results)})
 
@@ -251,10 +282,10 @@ def main(argv=None):
         unicode = True
     except UnicodeEncodeError:
         unicode = False
-    width = shutil.get_terminal_size().columns
+    width = max(36, shutil.get_terminal_size().columns)
     print(textwrap.fill(f"Where the time goes: {heading(results)}", width))
     print("\n".join(picture(rows(results), width, unicode)))
-    print("\nwhat must hold within one run:")
+    print(f"\n{age(sse.out())}what must hold within one run:")
     failed = []
     for step, text, left, sign, right in relations(results):
         ok = holds(left, sign, right)
@@ -263,7 +294,7 @@ def main(argv=None):
             failed.append(step)
     if old:
         print(f"\nold: {sse.visible(options.against)}: {heading(old)}")
-        print("\n".join(comparison(figures(old), figures(results))))
+        print("\n".join(comparison(old, results)))
     print(f"\nwrote {sse.out('report.json')}", flush=True)
     if failed:
         scripts = " and ".join(f"measure_{step}.py" for step in failed)

@@ -2,6 +2,7 @@
 # All eight steps, one after the other: ./run_all.sh on the Pod or beside a llama-server of your own,
 # ./run_all.sh --fake on any machine, against a simulated server. Needs bash (3.2 will do) and python3 (3.9).
 set -u
+unset CDPATH # or cd prints
 
 usage="usage: run_all.sh [--fake]
 
@@ -11,13 +12,12 @@ Runs all eight steps and writes their results into VOICE_LLM_OUT (default: /root
 Each step can be run alone; 'python3 sse.py --help' shows the settings."
 
 fake=
-case ${1-} in
-  "") ;;
-  --fake) fake=yes ;;
-  -h | --help) echo "$usage"; exit 0 ;;
-  *) echo "run_all.sh: unknown option $1" >&2; echo "$usage" >&2; exit 2 ;;
+case $#,${1-} in
+  0,) ;;
+  1,--fake) fake=yes ;;
+  1,-h | 1,--help) echo "$usage"; exit 0 ;;
+  *) echo "run_all.sh: can't use the options: $*" >&2; echo "$usage" >&2; exit 2 ;;
 esac
-if [ $# -gt 1 ]; then echo "run_all.sh: takes one option at the most" >&2; exit 2; fi
 
 # macOS has no readlink -f before version 12.3.
 self=${BASH_SOURCE[0]}
@@ -48,7 +48,7 @@ end() {
   status=$?
   trap - EXIT INT TERM
   for pid in $child $server; do kill "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; done
-  rm -f "$out/sse.py.tmp" ${first_line:+"$first_line"}
+  rm -f -- "$out/sse.py.tmp" ${first_line:+"$first_line"} 2>/dev/null
   exit "$status"
 }
 trap end EXIT
@@ -72,11 +72,23 @@ step() { # number, what it is, command: the first step that fails ends the run
   fi
 }
 
-cancels() { voice-llm log 2>/dev/null | grep -c 'cancel task'; }
+cancels() { # how many are in the log; nothing where there is none. One that is followed for ever is left after 5 s.
+  python3 - <<'EOF'
+import os, signal, subprocess
+log = subprocess.Popen(["voice-llm", "log"], stdout=-1, stderr=-3, stdin=-3, start_new_session=True)
+try:
+    text, ended = log.communicate(timeout=5)[0], True
+except subprocess.TimeoutExpired:
+    os.killpg(log.pid, signal.SIGKILL)
+    text, ended = log.communicate()[0], False
+if log.returncode == 0 or not ended:
+    print(text.count(b"cancel task"))
+EOF
+}
 
 pod=
 if [ -n "$fake" ]; then
-  echo "SIMULATED: a fake server without a model; its times say nothing about a real one."
+  echo "SIMULATED: a fake server without a model; its times say nothing about a real one. Results go to $out."
   first_line=$(mktemp "${TMPDIR:-/tmp}/voice-llm.XXXXXX") || exit 1
   python3 "$here/tests/fake_server.py" --port 0 --end-with-parent >"$first_line" &
   server=$!
@@ -105,7 +117,7 @@ start() {
 
 deliver() { # never over one that is there
   if [ -e "$out/sse.py" ]; then return; fi
-  cp "$here/sse.py" "$out/sse.py.tmp" && mv "$out/sse.py.tmp" "$out/sse.py"
+  cp -- "$here/sse.py" "$out/sse.py.tmp" && mv -- "$out/sse.py.tmp" "$out/sse.py"
 }
 
 stream() {
@@ -122,10 +134,11 @@ step 6 "first sentence" python3 "$here/measure_sentence.py"
 if [ -n "$pod" ]; then before=$(cancels); fi
 step 7 "cancel" python3 "$here/measure_cancel.py"
 if [ -n "$pod" ]; then
-  if [ "$(cancels)" -gt "$before" ]; then
-    echo "the server's log has its 'cancel task'"
-  elif voice-llm log >/dev/null 2>&1; then
-    echo "run_all.sh: the server's log has no new 'cancel task'" >&2
+  after=$(cancels)
+  if [ "${after:-0}" -gt "${before:-0}" ]; then
+    echo "voice-llm log has the server's 'cancel task'"
+  elif [ -n "$after" ]; then
+    echo "run_all.sh: voice-llm log has no new 'cancel task'" >&2
   fi
 fi
 step 8 "report" python3 "$here/report.py"

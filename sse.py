@@ -14,10 +14,12 @@ where a failure becomes one line on stderr. It knows nothing of what is being me
 """
 
 import argparse
+import contextlib
 import http.client
 import io
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -35,7 +37,9 @@ SETTINGS = {
     "VOICE_LLM_KB": ("/opt/lab/fixtures/voice/kb", "the documents: *.md, UTF-8, in the order of their names"),
     "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for one answer, and for an idle slot"),
 }
-LONGEST = 64 * 2**20  # bytes; what has no end by then is no line or body of a llama-server
+LONGEST = 8 * 2**20  # bytes: a longer line or body is no llama-server's, and parsing it would hold up the watchdog
+BROKEN = (OSError, ValueError, OverflowError, http.client.HTTPException)  # what http.client raises on a bad answer
+DONE = b"[DONE]"
 clock = time.perf_counter
 
 
@@ -121,7 +125,7 @@ class Request:
         self.start = clock()
         try:
             self._connection.request(method, prefix + path, body, headers)
-        except (OSError, http.client.HTTPException) as error:
+        except BROKEN as error:
             self._error = repr(error)  # an early answer (413, say) may still be there to be read
 
     def __enter__(self):
@@ -162,7 +166,7 @@ class Request:
         """Wait for the headers → the http.client response, None where the connection ended before."""
         try:
             self._response = self._connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except BROKEN as error:
             self._error = repr(error)
         return self._response
 
@@ -172,7 +176,7 @@ class Request:
             return self._response.read(LONGEST)
         except http.client.IncompleteRead as error:
             return error.partial
-        except (OSError, ValueError, http.client.HTTPException):
+        except BROKEN:
             return b""
 
     def lines(self, copy_to=None):
@@ -184,7 +188,7 @@ class Request:
         while True:
             try:
                 line = readline(LONGEST)
-            except (OSError, ValueError, http.client.HTTPException) as error:
+            except BROKEN as error:
                 line, self._error = b"", repr(error)
             now = clock()
             if len(line) == LONGEST:
@@ -235,7 +239,7 @@ def events(lines):
             line, bom = line[3:] if line.startswith(bom) else line, b""
         line = line.rstrip(b"\r\n")
         if not line:
-            if any(data):
+            if any(part.strip() for part in data):
                 yield at, kind, b"\n".join(data)
             kind, data = b"message", []
             continue
@@ -245,7 +249,7 @@ def events(lines):
         if field == b"data":
             data.append(value)
             at = now
-            if value[:6] == b"[DONE]" and len(data) == 1:
+            if value[:6] == DONE and len(data) == 1:
                 yield at, kind, value
         elif field == b"event":
             kind = value
@@ -265,7 +269,7 @@ def words(data):
     for key in "error", "message", "detail":
         if isinstance(found, dict) and found.get(key):
             found = found[key]
-    return found[:300] if isinstance(found, str) else json.dumps(found)[:300]
+    return (found if isinstance(found, str) else json.dumps(found))[:300] or "nothing"
 
 
 HINTS = {  # what to do about an HTTP status
@@ -313,7 +317,7 @@ class Answer(Request):
             self._check_headers()
             for at, kind, data in events(self.lines(self.raw_out)):
                 t_ms = round((at - self.start) * 1000, 3)
-                if data[:6] == b"[DONE]":
+                if data.strip() == DONE:
                     self.total_ms = t_ms
                     self.ended = True
                     break
@@ -332,32 +336,37 @@ class Answer(Request):
             raise self.lost(f"{self.count} fragments but no [DONE]" if self._response else "no answer")
 
     def _check_headers(self):
-        status, kind = self._response.status, self._response.headers.get("Content-Type", "")
+        status, headers = self._response.status, self._response.headers
+        kind, packed = headers.get("Content-Type", ""), headers.get("Content-Encoding", "identity")
         if status != 200:
             hint = HINTS.get(status, "look at the server's log")
             raise Failure(f"{self.where} answered {status}: {words(self.body())}: {hint}")
         if kind and kind.partition(";")[0].strip().lower() != "text/event-stream":
             what = f"{kind} and not an event stream: {words(self.body())}"
             raise Failure(f"{self.where} answered with {what}: is this a llama-server?")
+        if packed != "identity":
+            raise Failure(f"{self.where} answered in {packed}, unasked: take away the proxy that packs it")
 
     def _content(self, kind, data):
         """The text of one event, "" where it has none; notes timings and the model's end on the way."""
         try:
-            event = None if kind == b"error" else json.loads(data.decode("utf-8", "replace"))
+            event = {"error": True} if kind == b"error" else json.loads(data.decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             raise Failure(f"{self.where}: an event is not JSON: {words(data)}: is this a llama-server?") from None
-        if event is None or (isinstance(event, dict) and (event.get("error") or event.get("object") == "error")):
-            raise Failure(
-                f"{self.where}: the server reported an error after {self.count} fragments: {words(data)}: "
-                "look at the server's log"
-            )
         try:
+            if event.get("error") or event.get("object") == "error":
+                raise Failure(
+                    f"{self.where}: the server reported an error after {self.count} fragments: {words(data)}: "
+                    "look at the server's log"
+                )
             timings = event.get("timings")
             if isinstance(timings, dict):
                 self.timings = timings
             choice = (event.get("choices") or [{}])[0]
             if choice.get("finish_reason"):
                 self.ended = True
+                if choice["finish_reason"] in ("error", "abort"):  # other servers' ways to say that they gave up
+                    raise Failure(f"{self.where}: the server gave the answer up: run this again")
             delta = choice.get("delta") or {}
             text = delta.get("content")
             if not text:
@@ -393,25 +402,38 @@ def number(value, what):
     """`value`, if it is a number from 0 up. Raises Failure, naming it as `what`, for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15:
         return value  # NaN and Infinity, which JSON readers let in, fail the comparison
-    raise Failure(f"{what} is {'missing' if value is None else repr(value)[:40]}, and not a number")
+    raise Failure(
+        f"{what} is " + ("missing or null" if value is None else f"{value!r:.40}, and not a number from 0 up")
+    )
 
 
 def timing(timings, key):
-    """The number `key` of a server's timings. Raises Failure where it is none: not a llama-server, or too old."""
-    return number(timings.get(key), f"{setting('VOICE_LLM_URL')}: {key} in the server's timings")
+    """The number `key` of a server's timings; a count, *_n, is whole. Raises Failure where it is no such number."""
+    what = f"{setting('VOICE_LLM_URL')}: is this a llama-server? {key} in its timings"
+    value = number(timings.get(key), what)
+    if key.endswith("_n") and value != int(value):
+        raise Failure(f"{what} is {value}, and not a whole number")
+    return value
 
 
 # ---------------------------------------------------------------------------- the slot
 
 
+class SlotsUnknown(Failure):
+    """The server does not tell whether its slots are idle."""
+
+
 def slot_busy(seconds=None):
-    """Whether a slot of the server is processing a request, as /slots tells; None where it does not tell."""
+    """Whether a slot of the server is processing a request, as /slots tells. Raises SlotsUnknown where it does not."""
     status, body = get("/slots", seconds)
     try:
         states = [slot["is_processing"] for slot in json.loads(body)] if status == 200 else []
     except (ValueError, RecursionError, TypeError, LookupError):
         states = []
-    return any(states) if states else None
+    if not states or not all(isinstance(state, bool) for state in states):
+        what = f"{setting('VOICE_LLM_URL')}/slots answered {status}: {words(body)}, and not whether a slot is idle"
+        raise SlotsUnknown(f"{what}: start llama-server without --no-slots (old builds: with --slots)")
+    return any(states)
 
 
 def wait_idle(required=False):
@@ -422,15 +444,14 @@ def wait_idle(required=False):
     """
     begin, limit, said = clock(), timeout(), False
     while True:
-        busy = slot_busy(max(limit - (clock() - begin), 0.5))
-        waited = clock() - begin
-        if busy is None and required:
-            raise Failure(
-                f"{setting('VOICE_LLM_URL')}/slots does not tell whether the slot is idle: "
-                "start llama-server without --no-slots (old builds: with --slots)"
-            )
-        if not busy:
+        try:
+            if not slot_busy(max(limit - (clock() - begin), 0.5)):
+                return
+        except SlotsUnknown:
+            if required:
+                raise
             return
+        waited = clock() - begin
         if waited > limit:
             raise Failure(f"the slot is still busy after {limit:g} s: stop the other request, or restart the server")
         if waited > 0.5 and not said:
@@ -459,28 +480,38 @@ def make_out():
     raise Failure(f"can't write into the folder {out()} ({error}): set VOICE_LLM_OUT to another one")
 
 
+_writing = threading.Lock()  # held while files are written: a signal waits until all are, or none is
+_stopped = []  # the signal that waits
+
+
 def save(files):
     """Write `files`, {path: content}, all or none; nobody ever sees half of one.
 
     Content is bytes, or what becomes indented JSON. Raises Failure where it can't be written.
     """
-    temporary = {path: f"{path}.{os.getpid()}.tmp" for path in files}
-    try:
-        for path, content in files.items():
-            if not isinstance(content, bytes):
-                content = to_json(content, indent=2) + b"\n"
-            if os.path.isdir(path):
-                raise IsADirectoryError(None, "is a directory", path)
-            with open(temporary[path], "wb") as file:
-                file.write(content)
-        for path in files:
-            os.replace(temporary[path], path)
-    except OSError as error:
-        raise Failure(f"can't write {path} ({error.strerror}): free the disk, or set VOICE_LLM_OUT") from None
-    finally:
-        for path in temporary.values():
-            if os.path.exists(path):
-                os.unlink(path)
+    temporary = {}
+    with _writing:
+        try:
+            for path, content in files.items():
+                if not isinstance(content, bytes):
+                    content = to_json(content, indent=2) + b"\n"
+                if os.path.isdir(path):
+                    raise IsADirectoryError(None, "is a directory", path)
+                with open(f"{path}.{os.getpid()}.tmp", "xb") as file:
+                    temporary[path] = file.name
+                    file.write(content)
+            for path in files:
+                os.replace(temporary[path], path)
+                del temporary[path]
+        except OSError as error:
+            what = f"can't write {path} ({error.strerror})"
+            raise Failure(f"{what}: make room and make it writable, or set VOICE_LLM_OUT") from None
+        finally:
+            for name in temporary.values():
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+    if _stopped:
+        sys.exit(128 + _stopped[0])
 
 
 def to_json(value, indent=None):
@@ -494,14 +525,17 @@ def visible(text):
 
 
 def say(text):
-    """Tell on stderr what is going on."""
-    print(text, file=sys.stderr, flush=True)
+    """Tell on stderr what is going on. Where that is full or gone, the measurement goes on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def command_line(doc, argv=None, **flags):
     """Parse a script's options → argparse.Namespace.
 
-    `doc` is the script's manual, `flags` are {option: help}; "DIR: …" makes it an option with a value.
+    `doc` is the script's manual, `flags` are {option: help}; "DIR …" makes it an option that takes a DIR.
     """
     table = "\n".join(
         f"  {name:18} {what}\n{'':20} default {default}" + f", now {setting(name)}" * (setting(name) != default)
@@ -514,7 +548,7 @@ def command_line(doc, argv=None, **flags):
         allow_abbrev=False,
     )
     for flag, text in flags.items():
-        kind = {"metavar": "DIR"} if text.startswith("DIR: ") else {"action": "store_true"}
+        kind = {"action": "store_true"} if text[0].islower() else {"metavar": text.split()[0]}
         parser.add_argument("--" + flag.replace("_", "-"), help=text, **kind)
     return parser.parse_args(argv)
 
@@ -526,23 +560,34 @@ def run(main):
     """
 
     def stop(signum, frame):
-        sys.exit(128 + signum)
+        heed(signal.SIG_IGN)  # a second Ctrl-C must not break into the cleaning up
+        _stopped.append(signum)
+        if not _writing.locked():
+            sys.exit(128 + signum)
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    def heed(handler):
+        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGTERM, handler)
+
+    heed(stop)
     try:
         if sys.stdout:
             sys.stdout.reconfigure(errors="backslashreplace")
         main()
         print(end="", flush=True)
     except Failure as failure:
-        say(f"{os.path.basename(sys.argv[0])}: {visible(str(failure))}")
+        say(f"{os.path.basename(sys.argv[0])}: {visible(str(failure))[:1000]}")
+        sys.exit(1)
+    except MemoryError:
+        say(f"{os.path.basename(sys.argv[0])}: out of memory: what the server or a file sent was too much")
         sys.exit(1)
     except OSError as error:  # only the terminal, or the pipe in its place, is left to raise this
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):  # `| head` has what it wants
             say(f"{os.path.basename(sys.argv[0])}: can't print the result ({error.strerror})")
         sys.exit(1)
+    finally:
+        heed(signal.SIG_IGN)
 
 
 # ---------------------------------------------------------------------------- steps 1 and 2
@@ -554,7 +599,7 @@ def server():
     A server that is loading its model answers 503 until it is ready. Raises Failure where nothing
     listens, where it is not ready after VOICE_LLM_TIMEOUT, or where it is no llama-server.
     """
-    begin, said = clock(), False
+    begin, said, _ = clock(), False, address()
     patience = min(timeout(), 30 if shutil.which("voice-llm") else 2)  # a server that was just started
     while True:
         try:
@@ -584,6 +629,13 @@ def server():
     return tuple(bodies)
 
 
+def show(texts):
+    """Print what comes in the queue `texts`, until None; in a thread, so that a stalled terminal stops no clock."""
+    with contextlib.suppress(OSError):  # the main thread's next print meets it too
+        for text in iter(texts.get, None):
+            print(visible(text), end="", flush=True)
+
+
 def main(argv=None):
     options = command_line(__doc__, argv, server="do step 1 instead")
     make_out()
@@ -594,13 +646,17 @@ def main(argv=None):
         return
     say(f"asking: {QUESTION}")
     wait_idle()
-    raw, chunks = io.BytesIO(), []
+    raw, chunks, texts = io.BytesIO(), [], queue.SimpleQueue()
+    screen = threading.Thread(target=show, args=(texts,), daemon=True)
+    screen.start()
     with Answer(chat(SYSTEM, QUESTION), raw_out=raw) as answer:
         for chunk in answer:
             chunks.append(chunk)
-            print(visible(chunk["text"]), end="", flush=True)
+            texts.put(chunk["text"])
     lines = b"".join(to_json(chunk) + b"\n" for chunk in chunks)
     save({out("sse_raw.txt"): raw.getvalue(), out("chunks.jsonl"): lines})
+    texts.put(None)
+    screen.join()
     print(f"\nfirst token {chunks[0]['t_ms']:.1f} ms, whole answer {answer.total_ms:.1f} ms, {len(chunks)} fragments")
     print(f"wrote {out('sse_raw.txt')} and {out('chunks.jsonl')}")
 

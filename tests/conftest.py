@@ -20,12 +20,14 @@ class Lab:
     """A folder for the results, and a fake server per call of serve()."""
 
     def __init__(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
         self.out = folder / "out"
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VOICE_LLM_")},
             "VOICE_LLM_OUT": str(self.out),
             "VOICE_LLM_KB": str(TESTS / "kb"),
             "VOICE_LLM_TIMEOUT": "10",
+            "TMPDIR": str(folder),
         }
         self.fake = None
 

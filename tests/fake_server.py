@@ -51,6 +51,11 @@ def render(messages):
     return turns + "<|im_start|>assistant\n"
 
 
+def shared(prompt, tokens):
+    """How many tokens are the same from the first on."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, tokens))))
+
+
 class Refused(Exception):
     """An error that is known before the first token: (HTTP status, type, message)."""
 
@@ -65,7 +70,7 @@ class Slot:
     def __init__(self, prompt_ms, token_ms, n_ctx, log):
         self.prompt_ms, self.token_ms, self.n_ctx, self.log = prompt_ms, token_ms, n_ctx, log
         self.lock = threading.Lock()
-        self.tokens = []
+        self.tokens, self.keep = [], []  # keep: a prompt that is found again whatever came between, in a test
         self.task = 0
         self.processing = False
 
@@ -106,8 +111,7 @@ class Slot:
     def _run(self, request, prompt, reply, wire):
         cache_n = 0
         if request.get("cache_prompt", True):
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, self.tokens))
-            cache_n = min(len(list(same)), len(prompt) - 1)
+            cache_n = min(max(shared(prompt, self.tokens), shared(prompt, self.keep)), len(prompt) - 1)
         prompt_n, begin = len(prompt) - cache_n, time.perf_counter()
         done = begin + prompt_n * self.prompt_ms / 1000
         left = wire.left(done - begin)
@@ -363,7 +367,10 @@ def main():
     if options.end_with_parent:
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     names = "port", "prompt_ms", "token_ms", "n_ctx", "loading", "fault", "log"
-    fake = FakeServer(**{name: getattr(options, name) for name in names})
+    try:
+        fake = FakeServer(**{name: getattr(options, name) for name in names})
+    except (OSError, OverflowError) as error:
+        sys.exit(f"fake_server.py: can't serve on port {options.port}: {error}")
     print(fake.url, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         fake.http.serve_forever()

@@ -124,7 +124,7 @@ def empty_data(wire, events):
     """events with empty data, as a keep-alive"""
     wire.head()
     for event in events:
-        wire.send(b"data\n\ndata:\n\n" + data(event))
+        wire.send(b"data\n\ndata:\n\ndata:  \n\n" + data(event))
     wire.done()
 
 
@@ -331,6 +331,20 @@ def long_line(wire, events):
 
 
 @fault
+def long_answer(wire, events):
+    """thirty fragments of 8 kB, 10 ms apart"""
+    wire.head()
+    for event in events:
+        if not content(event):
+            wire.event(event)
+        elif not wire.server.fake.sent_ms[-1]:
+            for _ in range(30):
+                wire.event({"choices": [{"index": 0, "delta": {"content": "x" * 8000}}]})
+                wire.pause(0.01)
+    wire.done()
+
+
+@fault
 def half_surrogates(wire, events):
     """a character cut in two halves of a surrogate pair, one an event"""
     with_text(wire, events, "Fine \ud83d", "\ude00. Bye.")
@@ -499,6 +513,25 @@ def bad_chunk(wire, events):
 
 
 @fault
+def huge_chunk(wire, events):
+    """an HTTP chunk whose size is beyond every number of bytes"""
+    some(wire, events)
+    wire.wfile.write(b"F" * 20 + b"\r\ndata: {}\n\n")
+    wire.silence()
+
+
+@fault
+def packed(wire, events):
+    """a body that a proxy has packed with gzip"""
+    wire.send_response(200)
+    wire.send_header("Content-Type", "text/event-stream")
+    wire.send_header("Content-Encoding", "gzip")
+    wire.send_header("Content-Length", "20")
+    wire.end_headers()
+    wire.wfile.write(bytes(20))
+
+
+@fault
 def finish_and_silence(wire, events):
     """finish_reason and timings, and then silence"""
     wire.head()
@@ -614,6 +647,8 @@ broken(
 broken("error_field", b"error: " + ERROR + b"\n\n", "a bare error: line", 5, True)
 broken("error_field_first", b"error: " + ERROR + b"\n\n", "a bare error: line before any content", 0)
 broken("error_json", ERROR + b"\n", "bare JSON in the stream", 5, True)
+broken("error_finish", b'data: {"choices": [{"finish_reason": "error"}]}\n\n', "finish_reason error", 5, True)
+broken("null_event", b"data: null\n\n", "an event that is null", 5, True)
 broken("error_named", b"event: error\ndata: the GPU fell off\n\n", "an event of type error", 5, True)
 broken("not_json", b"data: {oops\n\n", "an event that is not JSON", 5, True)
 broken("not_an_object", b"data: [1, 2]\n\n", "an event that is JSON, but no object", 5, True)
@@ -645,6 +680,8 @@ with_timings("timings_nan", lambda timings: dict.fromkeys(timings, float("nan"))
 with_timings("timings_true", lambda timings: dict.fromkeys(timings, True), "timings that are true")
 with_timings("timings_words", lambda timings: dict.fromkeys(timings, "12"), "timings that are texts")
 with_timings("timings_negative", lambda timings: dict.fromkeys(timings, -1), "timings below zero")
+with_timings("timings_fraction", lambda timings: dict.fromkeys(timings, 12.5), "counts that are not whole")
+with_timings("cached_untold", lambda t: {key: t[key] for key in t if key != "cache_n"}, "timings without cache_n")
 with_timings("timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number")
 with_timings(
     "all_cached", lambda t: {**t, "cache_n": t["prompt_n"] * 9, "prompt_n": t["prompt_n"]}, "every prompt a cache hit"
@@ -716,6 +753,12 @@ def slots_page(wire, states):
 def slots_shape(wire, states):
     """JSON of another shape"""
     wire.json({"slots": states})
+
+
+@slots_fault
+def slots_texts(wire, states):
+    """is_processing as a text"""
+    wire.json([dict(state, is_processing="false") for state in states])
 
 
 @slots_fault

@@ -17,6 +17,7 @@ import time
 
 import pytest
 from conftest import TESTS, TOP, at_once, eventually
+from fake_server import render, tokenize
 
 LIMIT = 0.6  # seconds of VOICE_LLM_TIMEOUT for what only a timeout can end
 EVERY = ("sse.py", "measure_ttft.py", "measure_prefill.py", "measure_cache.py", "measure_sentence.py")
@@ -44,6 +45,8 @@ ROWS = [
     (EVERY, "no_done", ("no [DONE]",)),
     ([TTFT], "empty_stream", ("no [DONE]",)),
     ([TTFT], "bad_chunk", ("no [DONE]",)),
+    ([TTFT], "huge_chunk", ("no [DONE]",)),
+    ([TTFT], "packed", ("gzip",)),
     # for ever
     ([TTFT], "finish_and_silence", ("no [DONE]", "VOICE_LLM_TIMEOUT")),
     ([TTFT], "silence", ("no answer", "VOICE_LLM_TIMEOUT")),
@@ -62,10 +65,12 @@ ROWS = [
     ([TTFT], "error_field_first", ("the GPU fell off",)),
     ([TTFT], "error_json", ("the GPU fell off",)),
     ([TTFT], "error_named", ("the GPU fell off",)),
+    ([TTFT], "error_finish", ("gave the answer up",)),
     ([CANCEL], "error_event", ("the GPU fell off",)),
     # no JSON, or not the API's
     (EVERY, "not_json", ("not JSON", "{oops")),
     ([TTFT], "not_an_object", ("not of the API's shape",)),
+    ([TTFT], "null_event", ("not of the API's shape",)),
     ([TTFT], "deep_json", ("not JSON",)),
     ([TTFT], "content_a_number", ("not of the API's shape",)),
     ([TTFT], "choices_a_text", ("not of the API's shape",)),
@@ -80,6 +85,7 @@ ROWS = [
     ([TTFT], "timings_words", ("timings is '12'", "not a number")),
     ([TTFT], "timings_negative", ("timings is -1", "not a number")),
     ([TTFT], "timings_huge", ("not a number",)),
+    ([TTFT, PREFILL], "timings_fraction", ("12.5", "not a whole number")),
     ([CACHE], "all_cached", ("from a cache already", "--cache-ram 0")),
     # content
     (EVERY, "no_content", ("no content",)),
@@ -89,6 +95,7 @@ ROWS = [
     ([CANCEL], "slots_missing", ("/slots", "--no-slots")),
     ([CANCEL], "slots_page", ("/slots", "--no-slots")),
     ([CANCEL], "slots_shape", ("/slots", "--no-slots")),
+    ([CANCEL], "slots_texts", ("/slots", "--no-slots")),
     ([*EVERY, CANCEL], "slots_busy", ("still busy", "restart the server")),
     ([TTFT, CANCEL], "slots_silence", ("/slots: no answer", "VOICE_LLM_TIMEOUT")),
     ([CANCEL], "short", ("ended before the close", "void")),
@@ -147,6 +154,14 @@ def test_a_line_without_an_end_is_given_up(lab):
     lab.serve(fault="runaway_line")
     before = lab.earlier()
     failed(lab, lab.run(TTFT), before, "a line of more than")
+
+
+def test_a_first_request_out_of_a_cache_is_found_where_the_server_does_not_tell_what_it_reused(lab):
+    """The prompt is in the slot already, and `hi` does not take it: as with a second slot."""
+    fake = lab.serve(fault="cached_untold")
+    lab.good(CACHE)
+    fake.slot.keep = tokenize(render(fake.requests[1]["messages"]))
+    failed(lab, lab.run(CACHE), lab.files(), "from a cache already", "--cache-ram 0")
 
 
 def test_a_script_goes_on_where_the_server_does_not_tell_of_its_slots(lab):
@@ -248,7 +263,7 @@ def test_no_documents_a_missing_folder_or_a_document_that_can_not_be_read(lab, d
     failed(lab, lab.run(*command), before, str(documents / "05.md"), "not UTF-8")
     (documents / "05.md").unlink()
     (documents / "05.md").mkdir()
-    failed(lab, lab.run(*command), before, str(documents / "05.md"), "directory")
+    failed(lab, lab.run(*command), before, str(documents / "05.md"), "not a file")
     lab.env["VOICE_LLM_KB"] = str(documents / "05.md")
     failed(lab, lab.run(*command), before, "no *.md", "VOICE_LLM_KB")
     lab.env["VOICE_LLM_KB"] = str(documents / "nowhere")
@@ -351,6 +366,27 @@ def test_a_pipe_that_closes_early_is_no_traceback(lab):
     assert process.err.splitlines() == ["asking: What should a new patient bring?"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_progress_that_can_not_be_printed_stops_no_measurement(lab):
+    lab.serve()
+    with open("/dev/full", "w") as full:
+        process = lab.run("measure_sentence.py", stderr=full)
+    assert process.returncode == 0
+    assert lab.read("sentence.json")
+
+
+def test_a_terminal_that_stalls_does_not_stop_the_clock(lab):
+    """The pipe to the terminal holds 64 kB, the answer is longer, and nobody reads for a while."""
+    lab.serve(fault="long_answer")
+    process = lab.start("sse.py")
+    time.sleep(1.5)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    chunks = [json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()]
+    assert len(chunks) == 30
+    assert chunks[-1]["t_ms"] < 1000
+
+
 # ---------------------------------------------------------------------------- the cut
 
 CUTS = {
@@ -419,6 +455,7 @@ def test_a_signal_ends_a_script_and_frees_the_server_at_once(lab, signum, status
         time.sleep(0.01)
     time.sleep(0.1)
     process.send_signal(signum)
+    process.send_signal(signum)  # as from an impatient person
     _, err = process.communicate(timeout=10)
     assert process.returncode == status
     assert "Traceback" not in err

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 
 import pytest
@@ -113,14 +114,14 @@ def test_bars_are_on_one_scale(lab, results):
     assert re.search(r"time in front +5400\.0 ms █{24} ", out)
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 100, 250])
+@pytest.mark.parametrize("columns", [1, 40, 60, 80, 100, 250])
 def test_the_picture_fits_the_width_of_the_terminal(lab, results, columns):
     results["ttft"]["runs"][0]["ttft_ms"] = 1.0
     write(lab.out, results, props={**PROPS, "model_path": "a rather long name of a model with words in it"})
     lab.env["COLUMNS"] = str(columns)
     picture = lab.good("report.py").out.partition("\n\n")[0].splitlines()
     assert len(picture) > 10
-    assert max(map(len, picture)) <= columns
+    assert max(map(len, picture)) <= max(columns, 40)
 
 
 def test_bars_are_hash_marks_where_the_encoding_has_no_blocks(lab, results):
@@ -147,6 +148,14 @@ def test_the_two_experiments_past_the_lab_are_shown_where_they_are_there(lab, re
     out = lab.good("report.py").out
     assert re.search(r"cache, time at end +234\.0 ms .* 30 tokens computed \(first: 1486\)\n", out)
     assert re.search(r"stop during prefill +5892\.0 ms █{8} closed at 103\.0, prompt of 14 docs\n", out)
+
+
+def test_files_of_different_runs_are_asked_about(lab, results):
+    write(lab.out, results)
+    assert "of one run?" not in lab.good("report.py").out
+    then = (lab.out / "cancel.json").stat().st_mtime - 3600
+    os.utime(lab.out / "cache.json", (then, then))
+    assert "cache.json is 60 minutes older than " in lab.good("report.py").out
 
 
 def test_a_model_that_props_does_not_name_is_no_failure(lab, results):
@@ -288,12 +297,22 @@ def test_against_shows_each_figure_old_new_and_the_change_in_percent(lab, result
     assert re.search(r"\nttft_12docs_ms +4303\.8 +4303\.8 +\+0\.0%\n", out)
     assert re.search(r"\nttft_p50_ms +0\.0 +92\.0 +from 0\n", out)
     comparison = out.partition("change\n")[2].partition("\n\n")[0]
-    assert [line.split()[0] for line in comparison.splitlines()] == list(lab.read("report.json"))
+    names = [re.split(" {2,}", line)[0] for line in comparison.splitlines()]
+    assert names[:7] == list(lab.read("report.json"))
+    assert names[7:] == ["first token, 0 docs", "first token, 4 docs", "cache, first", "cache, time in front"]
+    assert "UNSTEADY" not in out
+    set_key(old, "ttft runs 1 total_ms", 800)
+    write(tmp_path / "old", old)
+    out = lab.good("report.py", "--against", str(tmp_path / "old")).out
+    assert re.search(r"\ntotal_p50_ms .*%  UNSTEADY\n", out)
+    assert out.count("UNSTEADY") == 1
 
 
 def test_a_missing_or_broken_file_of_the_earlier_run_is_named(lab, results, tmp_path):
     write(lab.out, results, report="earlier")
     command = ("report.py", "--against", str(tmp_path / "old"))
+    refuses(lab, "no folder", str(tmp_path / "old"), command=command)
+    (tmp_path / "old").mkdir()
     refuses(lab, str(tmp_path / "old"), *SCRIPT.values(), command=command)
     set_key(results, "ttft ttft_p50", "92")
     write(tmp_path / "old", results)

@@ -83,7 +83,7 @@ def test_on_the_pod_it_starts_the_server_and_does_all_eight_steps(lab, pod, tmp_
     assert process.returncode == 0, process.err
     for number in range(1, 9):
         assert f"\n[{number}/8] " in process.out
-    assert "the server's log has its 'cancel task'" in process.out
+    assert "voice-llm log has the server's 'cancel task'" in process.out
     assert (pod / "calls").read_text().splitlines()[0] == "up"
     for name in FILES:
         assert lab.read(f"{name}.json")
@@ -103,7 +103,7 @@ def test_on_the_pod_it_starts_the_server_and_does_all_eight_steps(lab, pod, tmp_
     process = lab.run(str(TOP / "run_all.sh"), cwd=tmp_path)
     assert process.returncode == 0, process.err
     assert (lab.out / "sse.py").read_text() == "mine"
-    assert "the server's log has no new 'cancel task'" in process.err
+    assert "voice-llm log has no new 'cancel task'" in process.err
 
 
 def test_the_first_step_that_fails_ends_the_run_is_named_and_gives_its_status(lab, pod, tmp_path):
@@ -151,7 +151,7 @@ def test_without_a_python_that_will_do_it_says_so(lab, bare):
 
 
 def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
-    for options, status in (["--nonsense"], 2), (["--fake", "--fake"], 2), (["--help"], 0):
+    for options, status in (["--nonsense"], 2), (["--fake", "--fake"], 2), ([""], 2), (["--help"], 0):
         process = lab.run(str(TOP / "run_all.sh"), *options)
         assert process.returncode == status
         assert "--fake" in process.out + process.err or status == 2
