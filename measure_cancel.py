@@ -38,8 +38,6 @@ def hang_up(messages, cut_after, **request):
         )
     sse.wait_idle(required=True)
     idle_ms = answer.ms() - answer.closed_at_ms
-    if not received:
-        sse.say("no fragment came before the close: it met the prompt's computation, and not the answer's")
     sse.say(f"closed at {answer.closed_at_ms:.1f} ms, {received} fragments received, slot idle {idle_ms:.1f} ms later")
     return {
         "received_tokens": received,
@@ -51,7 +49,10 @@ def hang_up(messages, cut_after, **request):
 def during_generation():
     """→ the content of cancel.json. Times in milliseconds. Raises sse.Failure."""
     messages = [{"role": "user", "content": COUNTING}]
-    return {"max_tokens": MAX_TOKENS, **hang_up(messages, 0.5, max_tokens=MAX_TOKENS)}
+    result = {"max_tokens": MAX_TOKENS, **hang_up(messages, 0.5, max_tokens=MAX_TOKENS)}
+    if not result["received_tokens"]:
+        sse.say("no fragment came before the close: it met the prompt's computation, and not the answer's")
+    return result
 
 
 def during_prefill(texts):
