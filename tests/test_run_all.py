@@ -48,7 +48,7 @@ def pod(lab, tmp_path):
 def make_bare(lab, folder):
     """Give the lab a PATH with python3 and the few tools of a bare machine, without voice-llm and without curl."""
     folder.mkdir()
-    for tool in "bash", "dirname", "readlink", "grep", "mktemp", "rm", "mv", "cp", "sleep", "cat":
+    for tool in "bash", "dirname", "readlink", "mktemp", "rm", "mv", "cp", "sleep":
         (folder / tool).symlink_to(shutil.which(tool))
     (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "python3").chmod(0o755)
