@@ -23,21 +23,23 @@ COUNTING = "List the numbers from 1 to 300, separated by commas."
 MAX_TOKENS = 256
 
 
-def hang_up(messages, cut_after, **request):
+def hang_up(messages, cut_after, max_tokens=64, cache_prompt=True):
     """Stream an answer, close after `cut_after` seconds, wait for the idle slot → the three figures of both files.
 
     Raises sse.Failure; also where the answer had ended before the close.
     """
+    sse.say(f"asking, to hang up after {cut_after * 1000:.0f} ms")
     sse.wait_idle(required=True)
-    with sse.Answer(messages, cut_after=cut_after, **request) as answer:
+    with sse.Answer(messages, max_tokens, cache_prompt, cut_after=cut_after) as answer:
         received = sum(1 for _ in answer)
     if answer.ended:
         raise sse.Failure(
             f"the answer had ended before the close at {cut_after * 1000:.0f} ms, so this test is void: "
             "use a model that is slower, or that keeps on counting"
         )
-    sse.wait_idle(required=True)
-    idle_ms = answer.ms() - answer.closed_at_ms
+    # Without a fragment the request may still be on its way to the slot, which looks idle until then.
+    idle = sse.wait_idle(required=True, steady=0 if received else 1)
+    idle_ms = (idle - answer.start) * 1000 - answer.closed_at_ms
     sse.say(f"closed at {answer.closed_at_ms:.1f} ms, {received} fragments received, slot idle {idle_ms:.1f} ms later")
     return {
         "received_tokens": received,

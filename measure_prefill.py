@@ -27,19 +27,14 @@ def documents():
     Raises sse.Failure where there is none, or naming the file that can't be read.
     """
     folder = sse.setting("VOICE_LLM_KB")
-    path, texts = folder, []
-    try:
-        for name in sorted(os.listdir(folder)):
-            if name.endswith(".md") and not name.startswith("."):
-                path = os.path.join(folder, name)
-                if os.path.exists(path) and not os.path.isfile(path):
-                    raise sse.Failure(f"{path} is not a file: take it out of VOICE_LLM_KB")
-                with open(path, encoding="utf-8-sig") as file:
-                    texts.append(file.read().strip())
-    except OSError as error:
-        raise sse.Failure(f"can't read {path} ({error.strerror}): set VOICE_LLM_KB to a folder of *.md files") from None
-    except UnicodeDecodeError as error:
-        raise sse.Failure(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+    with sse.reading(folder, "set VOICE_LLM_KB to the folder of the documents"):
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".md") and not name.startswith("."))
+    texts = []
+    for path in (os.path.join(folder, name) for name in names):
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise sse.Failure(f"{path} is not a file: take it out of VOICE_LLM_KB")
+        with sse.reading(path, "mend it, or take it out of VOICE_LLM_KB"), open(path, encoding="utf-8-sig") as file:
+            texts.append(file.read().strip())
     if not texts:
         raise sse.Failure(f"there is no *.md in {folder}: set VOICE_LLM_KB to the folder of the documents")
     return texts
@@ -81,6 +76,7 @@ def measure(texts):
 def main(argv=None):
     sse.command_line(__doc__, argv)
     sse.make_out()
+    sse.say(f"asking with {COUNTS} documents: {QUESTION}")
     rows = measure(documents())
     sse.save({sse.out("prefill.json"): rows})
     print("documents   tokens   prefill ms   first token ms")

@@ -39,6 +39,7 @@ def measure():
 def main(argv=None):
     sse.command_line(__doc__, argv)
     sse.make_out()
+    sse.say(f"asking {RUNS} times: {sse.QUESTION}")
     result = measure()
     sse.save({sse.out("ttft.json"): result})
     print(f"first token  p50 {result['ttft_p50']:8.1f} ms")

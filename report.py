@@ -42,10 +42,14 @@ SHAPES = {
 }
 OPTIONAL = {"cancel_prefill.json": {"docs": float, **CLOSE}, "props.json": {}}
 # Rows of the picture that are not among the seven of report.json.
-MORE = (
-    *("first token, 0 docs", "first token, 4 docs"),
-    *("cache, first", "cache, time at end", "cache, time in front", "stop during prefill"),
-)
+MORE = [
+    "first token, 0 docs",
+    "first token, 4 docs",
+    "cache, first",
+    "cache, time at end",
+    "cache, time in front",
+    "stop during prefill",
+]
 BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -58,24 +62,20 @@ def load(folder):
     Raises sse.Failure naming every missing file and the script that makes it, or the file and the
     key that is not what it must be.
     """
-    results, missing = {}, []
-    for name, shape in {**SHAPES, **OPTIONAL}.items():
-        path = os.path.join(folder, name)
-        try:
-            with open(path, encoding="utf-8-sig") as file:
-                content = json.load(file)
-        except FileNotFoundError:
-            if name in SHAPES:
-                missing.append(f"{name} (measure_{name[:-5]}.py makes it)")
-            continue
-        except OSError as error:
-            raise sse.Failure(f"can't read {path} ({error.strerror})") from None
-        except (ValueError, RecursionError):
-            raise sse.Failure(f"{path} is not JSON: run the step that makes it again") from None
-        check(content, shape, path + ":")
-        results[name[:-5]] = content
+    here = {name for name in (*SHAPES, *OPTIONAL) if os.path.exists(os.path.join(folder, name))}
+    missing = [f"{name} (measure_{name[:-5]}.py makes it)" for name in SHAPES if name not in here]
     if missing:
         raise sse.Failure(f"missing in {folder}: {', '.join(missing)}")
+    results = {}
+    for name in sorted(here):
+        path = os.path.join(folder, name)
+        try:
+            with sse.reading(path, "it is not JSON: run the step that makes it again"), open(path, "rb") as file:
+                content = json.loads(file.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            raise sse.Failure(f"{path} is not JSON: run the step that makes it again") from None
+        check(content, {**SHAPES, **OPTIONAL}[name], path + ":")
+        results[name[:-5]] = content
     if "changed_suffix" in results["cache"]:
         check(results["cache"]["changed_suffix"], REQUEST, os.path.join(folder, "cache.json: changed_suffix"))
     docs = [row["docs"] for row in results["prefill"]]
@@ -258,8 +258,8 @@ def comparison(old, new):
     The seven of report.json first, then the others that both runs have.
     """
     pairs = {key: (value, figures(new)[key]) for key, value in figures(old).items()}
-    before, now = ({name: ms for name, ms, _ in rows(results)} for results in (old, new))
-    pairs.update((name, (before[name], now[name])) for name in MORE if name in before and name in now)
+    old_rows, new_rows = ({name: ms for name, ms, _ in rows(results)} for results in (old, new))
+    pairs.update((name, (old_rows[name], new_rows[name])) for name in MORE if name in old_rows and name in new_rows)
     lines = [f"{'':20} {'old':>9} {'new':>9}   change"]
     for name, (was, now) in pairs.items():
         change = f"{(now - was) / was:+8.1%}" if was else "from 0"
@@ -270,10 +270,10 @@ def comparison(old, new):
 
 
 def main(argv=None):
-    options = sse.command_line(__doc__, argv, against="DIR is a folder of earlier results: compare with them")
+    options = sse.command_line(__doc__, argv, against=("DIR", "compare with the earlier results in DIR"))
     results = load(sse.out())
-    if options.against and not os.path.isdir(options.against):
-        raise sse.Failure(f"there is no folder {options.against} to compare with")
+    if options.against is not None and not os.path.isdir(options.against):
+        raise sse.Failure(f"there is no folder {options.against!r} to compare with")
     old = load(options.against) if options.against else None
     sse.save({sse.out("report.json"): figures(results)})
 

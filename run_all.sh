@@ -66,7 +66,7 @@ step() { # number, what it is, command: the first step that fails ends the run
   local status=$?
   child=
   if [ "$status" -ne 0 ]; then
-    if [ "$number" = 1 ] && [ -z "$pod$fake" ]; then two_ways >&2; fi
+    if [ "$number" = 1 ] && [ -z "$pod$fake" ] && ! listens; then two_ways >&2; fi
     echo "run_all.sh: step $number ($what) failed with exit status $status" >&2
     exit "$status"
   fi
@@ -74,11 +74,12 @@ step() { # number, what it is, command: the first step that fails ends the run
 
 cancels() { # how many are in the log; nothing where there is none. One that is followed for ever is left after 5 s.
   python3 - <<'EOF'
-import os, signal, subprocess
-log = subprocess.Popen(["voice-llm", "log"], stdout=-1, stderr=-3, stdin=-3, start_new_session=True)
+import os, signal
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+log = Popen(["voice-llm", "log"], stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, start_new_session=True)
 try:
     text, ended = log.communicate(timeout=5)[0], True
-except subprocess.TimeoutExpired:
+except TimeoutExpired:
     os.killpg(log.pid, signal.SIGKILL)
     text, ended = log.communicate()[0], False
 if log.returncode == 0 or not ended:
@@ -102,6 +103,8 @@ elif command -v voice-llm >/dev/null; then
   pod=yes
 fi
 url=${VOICE_LLM_URL:-http://127.0.0.1:8080}
+
+listens() { PYTHONPATH=$here VOICE_LLM_TIMEOUT=2 python3 -c 'import sse; sse.get("/health")' 2>/dev/null; }
 
 two_ways() {
   echo "run_all.sh: looked for the command voice-llm (not on PATH) and for a server at $url. Two ways on:

@@ -105,7 +105,8 @@ class Request:
         self.timed_out = False
         self._error = "the connection ended"
         self._response = None
-        self._connection = http.client.HTTPConnection(host, port, timeout=timeout())
+        patience = timeout() if cut else self.seconds
+        self._connection = http.client.HTTPConnection(host, port, timeout=patience)
         try:
             self._connection.connect()
         except (OSError, ValueError) as error:  # ValueError: a host name that DNS can't carry
@@ -119,7 +120,7 @@ class Request:
         self._socket = self._connection.sock
         self._socket.settimeout(None)
         self._over = threading.Event()
-        self.start = clock()
+        self.start = clock()  # for the watchdog; what starting it costs is not the server's time
         threading.Thread(target=self._watch, daemon=True).start()
         headers = {"Content-Type": "application/json"} if body else {}
         self.start = clock()
@@ -313,7 +314,7 @@ class Answer(Request):
         super().__init__("POST", "/v1/chat/completions", json.dumps(body), cut_after, cut_after is not None)
 
     def __iter__(self):
-        if self.receive():
+        if self.receive() and self.closed_at_ms is None:  # a close may have cut the headers short
             self._check_headers()
             for at, kind, data in events(self.lines(self.raw_out)):
                 t_ms = round((at - self.start) * 1000, 3)
@@ -372,7 +373,9 @@ class Answer(Request):
             if not text:
                 self._reasoned = self._reasoned or bool(delta.get("reasoning_content") or delta.get("reasoning"))
                 return ""
-            return text + ""  # TypeError where it is no text
+            if not isinstance(text, str):
+                raise TypeError
+            return text
         except (AttributeError, LookupError, TypeError):
             raise Failure(f"{self.where}: an event is not of the API's shape: {words(data)}") from None
 
@@ -436,25 +439,32 @@ def slot_busy(seconds=None):
     return any(states)
 
 
-def wait_idle(required=False):
-    """Wait until no slot of the server is processing: someone else's request must not count as ours.
+def wait_idle(required=False, steady=0.0):
+    """Wait until no slot of the server is processing, and none is for `steady` seconds more: someone
+    else's request must not count as ours → the clock() at which they were first seen idle.
 
-    Where the server does not tell (--no-slots), returns at once or, with `required`, raises Failure.
-    Raises Failure too where the slot is still busy after VOICE_LLM_TIMEOUT.
+    Where the server does not tell (--no-slots), returns at once or, with `required`, raises SlotsUnknown.
+    Raises Failure where the slot is still busy after VOICE_LLM_TIMEOUT.
     """
-    begin, limit, said = clock(), timeout(), False
+    begin, limit, said, idle_since = clock(), timeout(), False, None
     while True:
         try:
-            if not slot_busy(max(limit - (clock() - begin), 0.5)):
-                return
+            busy = slot_busy(max(limit - (clock() - begin), 0.5))
         except SlotsUnknown:
             if required:
                 raise
-            return
-        waited = clock() - begin
-        if waited > limit:
+            return clock()
+        now = clock()
+        if busy:
+            idle_since = None
+        elif idle_since is None:
+            idle_since = now
+        if idle_since is not None and now - idle_since >= steady:
+            return idle_since
+        waited = now - begin
+        if busy and waited > limit:
             raise Failure(f"the slot is still busy after {limit:g} s: stop the other request, or restart the server")
-        if waited > 0.5 and not said:
+        if busy and waited > 0.5 and not said:
             said = True
             say("the server's slot is busy: waiting until it is idle")
         time.sleep(0.003)
@@ -514,6 +524,17 @@ def save(files):
         sys.exit(128 + _stopped[0])
 
 
+@contextlib.contextmanager
+def reading(path, what_to_do):
+    """Turn what goes wrong while `path` is read as UTF-8 into a Failure that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"can't read {path} ({error.strerror}): {what_to_do}") from None
+    except UnicodeDecodeError as error:
+        raise Failure(f"{path} is not UTF-8 (byte {error.start}): {what_to_do}") from None
+
+
 def to_json(value, indent=None):
     """`value` as UTF-8 JSON. Half a surrogate pair, which UTF-8 can't hold, stays the escape that it came as."""
     return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
@@ -535,7 +556,7 @@ def say(text):
 def command_line(doc, argv=None, **flags):
     """Parse a script's options → argparse.Namespace.
 
-    `doc` is the script's manual, `flags` are {option: help}; "DIR …" makes it an option that takes a DIR.
+    `doc` is the script's manual, `flags` are {option: help}, or {option: (what it takes, help)}.
     """
     table = "\n".join(
         f"  {name:18} {what}\n{'':20} default {default}" + f", now {setting(name)}" * (setting(name) != default)
@@ -548,8 +569,11 @@ def command_line(doc, argv=None, **flags):
         allow_abbrev=False,
     )
     for flag, text in flags.items():
-        kind = {"action": "store_true"} if text[0].islower() else {"metavar": text.split()[0]}
-        parser.add_argument("--" + flag.replace("_", "-"), help=text, **kind)
+        option = "--" + flag.replace("_", "-")
+        if isinstance(text, tuple):
+            parser.add_argument(option, metavar=text[0], help=text[1])
+        else:
+            parser.add_argument(option, action="store_true", help=text)
     return parser.parse_args(argv)
 
 
@@ -599,11 +623,12 @@ def server():
     A server that is loading its model answers 503 until it is ready. Raises Failure where nothing
     listens, where it is not ready after VOICE_LLM_TIMEOUT, or where it is no llama-server.
     """
-    begin, said, _ = clock(), False, address()
+    address()  # one that is no URL does not get better by waiting
+    begin, said = clock(), False
     patience = min(timeout(), 30 if shutil.which("voice-llm") else 2)  # a server that was just started
     while True:
         try:
-            status, _ = get("/health")
+            status, _ = get("/health", min(timeout(), 5))
         except Failure:
             if clock() - begin > patience:
                 raise

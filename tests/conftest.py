@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from fake_server import FakeServer
 
 TESTS = pathlib.Path(__file__).parent
 TOP = TESTS.parent
+# Where the tests run in the background, Ctrl-C is ignored, and every script would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 FAST = {"prompt_ms": 0.02, "token_ms": 1.0}
 
 
@@ -28,6 +31,7 @@ class Lab:
             "VOICE_LLM_KB": str(TESTS / "kb"),
             "VOICE_LLM_TIMEOUT": "10",
             "TMPDIR": str(folder),
+            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",  # python3 is this Python
         }
         self.fake = None
 

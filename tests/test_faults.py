@@ -22,15 +22,16 @@ from fake_server import render, tokenize
 LIMIT = 0.6  # seconds of VOICE_LLM_TIMEOUT for what only a timeout can end
 EVERY = ("sse.py", "measure_ttft.py", "measure_prefill.py", "measure_cache.py", "measure_sentence.py")
 TTFT, PREFILL, CACHE, CANCEL = "measure_ttft.py", "measure_prefill.py", "measure_cache.py", "measure_cancel.py"
+ALL = (*EVERY, CANCEL)
 
 # (scripts, fault of the server, words that the line must have)
 ROWS = [
     # refusals
-    (EVERY, "loading", ("503", "Loading model", "wait until the model is loaded")),
-    (EVERY, "unauthorized", ("401", "Invalid API Key", "--api-key")),
-    (EVERY, "too_long", ("400", "request (6016 tokens) exceeds the available context size", "shorten the prompt")),
+    (ALL, "loading", ("503", "Loading model", "wait until the model is loaded")),
+    (ALL, "unauthorized", ("401", "Invalid API Key\\x1b[2J", "--api-key")),
+    (ALL, "too_long", ("400", "request (6016 tokens) exceeds the available context size", "shorten the prompt")),
     ([TTFT], "proxy_page", ("502", "502 Bad Gateway")),
-    (EVERY, "login_page", ("text/html", "Sign in", "is this a llama-server?")),
+    (ALL, "login_page", ("text/html", "Sign in", "is this a llama-server?")),
     ([TTFT], "redirect", ("302",)),
     ([TTFT], "not_streaming", ("application/json", "not an event stream")),
     ([TTFT], "json_error_200", ("out of memory",)),
@@ -38,7 +39,7 @@ ROWS = [
     ([TTFT], "hung_up", ("no answer", "without response")),
     ([TTFT], "error_body_silent", ("500",)),
     # cut off
-    (EVERY, "cut_between_chunks", ("no [DONE]",)),
+    (ALL, "cut_between_chunks", ("no [DONE]",)),
     ([TTFT], "cut_inside_line", ("no [DONE]",)),
     ([TTFT], "cut_close", ("no [DONE]",)),
     ([TTFT], "cut_reset", ("no [DONE]", "reset")),
@@ -68,7 +69,7 @@ ROWS = [
     ([TTFT], "error_finish", ("gave the answer up",)),
     ([CANCEL], "error_event", ("the GPU fell off",)),
     # no JSON, or not the API's
-    (EVERY, "not_json", ("not JSON", "{oops")),
+    (ALL, "not_json", ("not JSON", "{oops")),
     ([TTFT], "not_an_object", ("not of the API's shape",)),
     ([TTFT], "null_event", ("not of the API's shape",)),
     ([TTFT], "deep_json", ("not JSON",)),
@@ -100,7 +101,6 @@ ROWS = [
     ([TTFT, CANCEL], "slots_silence", ("/slots: no answer", "VOICE_LLM_TIMEOUT")),
     ([CANCEL], "short", ("ended before the close", "void")),
     ([CANCEL], "short_finish_and_silence", ("ended before the close", "void")),
-    ([CANCEL], "cut_between_chunks", ("no [DONE]",)),
 ]
 
 
@@ -117,6 +117,12 @@ def failed(lab, process, before, *words):
         assert word in lines[0]
     assert lab.files() == before
     return lines[0]
+
+
+def fails(lab, command, *words):
+    """Run a script over the files of an earlier run; it has to fail."""
+    before = lab.files() or lab.earlier()
+    failed(lab, lab.run(*command), before, *words)
 
 
 PAIRS = [(fault, script, words) for scripts, fault, words in ROWS for script in scripts]
@@ -161,7 +167,7 @@ def test_a_first_request_out_of_a_cache_is_found_where_the_server_does_not_tell_
     fake = lab.serve(fault="cached_untold")
     lab.good(CACHE)
     fake.slot.keep = tokenize(render(fake.requests[1]["messages"]))
-    failed(lab, lab.run(CACHE), lab.files(), "from a cache already", "--cache-ram 0")
+    fails(lab, [CACHE], "from a cache already", "--cache-ram 0")
 
 
 def test_a_script_goes_on_where_the_server_does_not_tell_of_its_slots(lab):
@@ -174,7 +180,7 @@ def test_a_script_goes_on_where_the_server_does_not_tell_of_its_slots(lab):
 def test_nothing_listens(lab, script):
     with socket.create_server(("127.0.0.1", 0)) as free:
         lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{free.getsockname()[1]}"
-    failed(lab, lab.run(script), lab.earlier(), "no server answers at http://127.0.0.1:", "voice-llm up")
+    fails(lab, [script], "no server answers at http://127.0.0.1:", "voice-llm up")
 
 
 def test_step_1_gives_up_on_a_server_that_never_gets_ready(lab):
@@ -198,7 +204,7 @@ def test_step_1_does_not_take_something_else_for_a_llama_server(lab, answer):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{server.server_address[1]}"
-        failed(lab, lab.run("sse.py", "--server"), lab.earlier(), "/health", "is this a llama-server?")
+        fails(lab, ["sse.py", "--server"], "/health", "is this a llama-server?")
         server.shutdown()
 
 
@@ -218,14 +224,14 @@ def test_step_1_does_not_take_something_else_for_a_llama_server(lab, answer):
 )
 def test_a_url_that_is_none(lab, url):
     lab.env["VOICE_LLM_URL"] = url
-    failed(lab, lab.run("sse.py"), lab.earlier(), "VOICE_LLM_URL")
+    fails(lab, ["sse.py"], "VOICE_LLM_URL")
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan", "inf", "1e7"])
 def test_a_timeout_that_is_no_number_of_seconds(lab, seconds):
     lab.serve()
     lab.env["VOICE_LLM_TIMEOUT"] = seconds
-    failed(lab, lab.run("sse.py"), lab.earlier(), "VOICE_LLM_TIMEOUT", "number of seconds")
+    fails(lab, ["sse.py"], "VOICE_LLM_TIMEOUT", "number of seconds")
 
 
 def test_a_url_may_have_a_path_or_a_slash_at_its_end(lab):
@@ -233,7 +239,7 @@ def test_a_url_may_have_a_path_or_a_slash_at_its_end(lab):
     lab.env["VOICE_LLM_URL"] = fake.url + "/"
     lab.good("sse.py")
     lab.env["VOICE_LLM_URL"] = fake.url + "/proxied"
-    failed(lab, lab.run("sse.py"), lab.files(), "404", "/proxied/v1/chat/completions", "File Not Found")
+    fails(lab, ["sse.py"], "404", "/proxied/v1/chat/completions", "File Not Found")
 
 
 # ---------------------------------------------------------------------------- documents
@@ -252,7 +258,7 @@ def documents(lab, tmp_path):
 
 def test_fewer_than_12_documents_are_too_few_for_prefill(lab, documents):
     (documents / "11.md").unlink()
-    failed(lab, lab.run(PREFILL), lab.earlier(), "11 documents", str(documents), "12")
+    fails(lab, [PREFILL], "11 documents", str(documents), "12")
     lab.good(CACHE)
 
 

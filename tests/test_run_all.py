@@ -159,7 +159,9 @@ def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
 
 def processes():
     """Every process of the machine: {its id: its parent's id and its command}."""
-    listed = subprocess.run(["ps", "-Awwo", "pid=,ppid=,args="], capture_output=True, encoding="utf-8", check=True)
+    listed = subprocess.run(
+        ["ps", "-Aww", "-o", "pid=", "-o", "ppid=", "-o", "args="], capture_output=True, encoding="utf-8", check=True
+    )
     return {
         int(pid): f"{ppid} {rest}" for pid, ppid, *rest in (line.split(None, 2) for line in listed.stdout.splitlines())
     }

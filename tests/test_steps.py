@@ -205,17 +205,16 @@ def test_cancel_asks_for_a_long_answer_and_writes_what_came_before_the_close(lab
     result = lab.read("cancel.json")
     assert set(result) == {"max_tokens", "received_tokens", "closed_at_ms", "slot_idle_after_ms"}
     assert result["max_tokens"] == 256
-    assert 20 < result["received_tokens"] <= 51
+    assert 20 < result["received_tokens"] < 60
     assert result["closed_at_ms"] >= 500
-    assert 0 <= result["slot_idle_after_ms"] < 400
+    assert 0 <= result["slot_idle_after_ms"] < 180
 
 
 def test_during_prefill_closes_before_the_first_token_and_waits_until_the_prompt_is_computed(lab):
     fake = lab.serve(prompt_ms=0.6)
     lab.good("measure_cancel.py", "--during-prefill")
     [request] = fake.requests
-    assert request["messages"][0]["content"] == "\n\n".join([S, *DOCUMENTS])
-    assert request["cache_prompt"] is False
+    assert request == body("\n\n".join([S, *DOCUMENTS]), SATURDAY, 64, False)
     result = lab.read("cancel_prefill.json")
     assert set(result) == {"docs", "received_tokens", "closed_at_ms", "slot_idle_after_ms"}
     assert (result["docs"], result["received_tokens"]) == (len(DOCUMENTS), 0)
@@ -242,7 +241,10 @@ def test_help_tells_the_step_and_the_settings_without_the_network(lab, script):
         "VOICE_LLM_OUT",
         "VOICE_LLM_KB",
         "VOICE_LLM_TIMEOUT",
-        "http://127.0.0.1:8080",
+        "default http://127.0.0.1:8080",
+        "default /root/voice/llm",
+        "default /opt/lab/fixtures/voice/kb",
+        "default 120",
     ):
         assert word in process.out
     assert STEPS.get(script, "report.json") in process.out

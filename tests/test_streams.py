@@ -32,10 +32,18 @@ def test_it_is_read_right(outcomes, fault):
     for run in lab.read("ttft.json")["runs"]:
         assert NOT_BEFORE_MS.get(fault, 0) <= run["ttft_ms"] < run["total_ms"]
         assert run["tokens"] == len(tokenize(BRING)) + 1
+        assert run["total_ms"] >= run["ttft_ms"] + (100 if fault == "late_done" else 0)
     lab, process = outcomes[fault, "sse.py"]
     assert process.returncode == 0, process.err
     chunks = [json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()]
     assert "".join(chunk["text"] for chunk in chunks) == BRING
+
+
+def test_the_raw_file_has_the_comments_and_the_blank_lines_too(outcomes):
+    lab, _ = outcomes["comments", "sse.py"]
+    raw = (lab.out / "sse_raw.txt").read_bytes()
+    assert raw.startswith(b":\n\n: keep-alive\n\ndata: {")
+    assert raw.count(b": data: {not an event}\n") == raw.count(b"data: {") // 2
 
 
 def test_a_connection_that_stays_open_after_done_is_not_waited_for(lab):
