@@ -69,9 +69,10 @@ def load(folder):
     results = {}
     for name in sorted(here):
         path = os.path.join(folder, name)
+        with sse.reading(path, "make it readable"), open(path, "rb") as file:
+            data = file.read()
         try:
-            with sse.reading(path, "it is not JSON: run the step that makes it again"), open(path, "rb") as file:
-                content = json.loads(file.read().decode("utf-8-sig"))
+            content = json.loads(data.decode("utf-8-sig"))
         except (ValueError, RecursionError):
             raise sse.Failure(f"{path} is not JSON: run the step that makes it again") from None
         check(content, {**SHAPES, **OPTIONAL}[name], path + ":")

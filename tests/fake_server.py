@@ -252,6 +252,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         fake = self.server.fake
+        fake.paths.append(self.path)
         if self.path == "/health" and time.perf_counter() < fake.loaded:
             self.error(503, "unavailable_error", "Loading model")
         elif self.path == "/health":
@@ -271,6 +272,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
             self.error(404, "not_found_error", "File Not Found")
             return
         request = json.loads(body)
+        fake.paths.append(self.path)
         fake.requests.append(request)
         fake.sent_ms.append([])
         with contextlib.closing(fake.slot.answer(request, self)) as events:
@@ -299,12 +301,13 @@ class Server(http.server.ThreadingHTTPServer):
 class FakeServer:
     """The server in a thread. prompt_ms, token_ms: the time a token of the prompt, of the answer takes.
 
-    In a test: `requests`, the bodies it got; `sent_ms`, for each when its fragments were sent, and
-    `closed_ms`, when it saw a client leave, both in ms since it got that request; `log_lines`.
+    In a test: `paths`, what it was asked for; `requests`, the bodies it got; `sent_ms`, for each when its
+    fragments were sent, and `closed_ms`, when it saw a client leave, both in ms since it got that request;
+    `log_lines`.
     """
 
     def __init__(self, port=0, prompt_ms=0.8, token_ms=10.0, n_ctx=4096, loading=0.0, fault=None, log=None):
-        self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], []
+        self.paths, self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], [], []
         self.begin, self.log_file, self.fault = time.perf_counter(), log, fault
         self.loaded = self.begin + loading
         self.slot = Slot(prompt_ms, token_ms, n_ctx, self.log)

@@ -287,6 +287,13 @@ def test_a_bom_crlf_an_empty_document_and_other_files_are_fine(lab, documents):
     assert lab.read("prefill.json")[2]["docs"] == 12
 
 
+def test_documents_are_in_the_order_of_their_names_as_bytes(lab, documents):
+    (documents / "00.md").rename(documents / "b.md")
+    (documents / "10.md").rename(documents / "C.md")
+    lab.good(PREFILL)
+    assert lab.fake.requests[2]["messages"][0]["content"].endswith("Document 11.\n\nDocument 10.\n\nDocument 0.")
+
+
 # ---------------------------------------------------------------------------- files
 
 
@@ -449,6 +456,16 @@ def test_someone_elses_request_is_waited_for_and_not_counted(tmp_path):
         assert ours[0] < 500  # it did not queue behind the other one
 
     at_once(tmp_path, [(script,) for script in (*EVERY, CANCEL)], wait)
+
+
+def test_every_request_is_sent_to_an_idle_server(tmp_path):
+    def ask(lab, script):
+        fake = lab.serve(token_ms=4)
+        lab.good(script)
+        sent = [n for n, path in enumerate(fake.paths) if path == "/v1/chat/completions"]
+        assert all(n and fake.paths[n - 1] == "/slots" for n in sent), script
+
+    at_once(tmp_path, [(script,) for script in ALL], ask)
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

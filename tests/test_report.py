@@ -311,6 +311,13 @@ def test_against_shows_each_figure_old_new_and_the_change_in_percent(lab, result
     assert out.count("UNSTEADY") == 1
 
 
+def test_what_fails_fails_with_a_comparison_too(lab, results, tmp_path):
+    write(tmp_path / "old", results)
+    set_key(results, "cancel closed_at_ms", 499)
+    write(lab.out, results)
+    assert lab.run("report.py", "--against", str(tmp_path / "old")).returncode == 1
+
+
 def test_a_missing_or_broken_file_of_the_earlier_run_is_named(lab, results, tmp_path):
     write(lab.out, results, report="earlier")
     command = ("report.py", "--against", str(tmp_path / "old"))
