@@ -1,67 +1,88 @@
 #!/usr/bin/env python3
 """Step 5: what the KV cache saves, and what breaks it.
 
-A short "hi" takes the slot; then one long prompt (the system prompt with all documents) is sent
-with the KV cache on, and cache.json tells for each request {"prompt_n", "ttft_ms"}:
+A short "hi" takes the slot. Then one long prompt, the system prompt with all
+documents, is sent with the KV cache on, and cache.json has {"prompt_n",
+"ttft_ms"} for each request:
 
-  first              nothing to reuse: the whole prompt is computed
-  second             the same again: all but the last tokens are reused
-  changed_suffix     with --changed-suffix only: a line with the time behind the prompt
-  changed_prefix     the time in front of the prompt: it differs from the first token on
+  first           nothing to reuse: the whole prompt is computed
+  second          the same again: all but the last tokens are reused
+  changed_suffix  with --changed-suffix only: a line with the time at the end
+  changed_prefix  the time in front: already the first token differs
 
 prompt_n: tokens that the server computed for this request (timings.prompt_n).
-ttft_ms: from just before the request is sent until the first event with content is here.
+ttft_ms: from just before the request is sent until the first event with
+content is here.
 """
 
 import sse
-from measure_prefill import QUESTION, documents, long_prompt
+from measure_prefill import documents, long_prompt, question
 
 TIME = "Current time: 14:05."
+SHARED = 40  # tokens: what a chat template puts in front of every prompt, and the time, are fewer
 
 
-def ask(name, system):
-    """One answer with the cache on → ({"prompt_n", "ttft_ms"}, tokens reused). Raises sse.Failure."""
+def ask(what, system):
+    """One answer with the KV cache on → ({"prompt_n", "ttft_ms"}, tokens reused or None). Raises sse.Failure."""
     sse.wait_idle()
-    chunks, _, timings = sse.stream(sse.chat(system, QUESTION), max_tokens=32, cache_prompt=True)
+    sse.say(f"{what} ... ", end="")
+    chunks, _, timings = sse.stream(sse.chat(system, question()), max_tokens=32, cache_prompt=True)
     figures = {"prompt_n": sse.timing(timings, "prompt_n"), "ttft_ms": chunks[0]["t_ms"]}
-    reused = sse.number(timings.get("cache_n", 0), "cache_n in the server's timings")
-    sse.say("{}: {prompt_n} tokens computed, {} reused, first token {ttft_ms:.1f} ms".format(name, reused, **figures))
+    reused = None if timings.get("cache_n") is None else sse.timing(timings, "cache_n")  # old builds don't tell
+    tokens = f"{sse.count(figures['prompt_n'], 'token')} computed" + (
+        f", {reused} reused" if reused is not None else ""
+    )
+    sse.say(f"{tokens}, {figures['ttft_ms']:.1f} ms")
     return figures, reused
 
 
-def measure(system, changed_suffix=False):
-    """The requests of this step → the content of cache.json. Times in milliseconds. Raises sse.Failure."""
-    sse.say("taking the slot with a short question")
-    sse.wait_idle()
-    sse.stream([{"role": "user", "content": "hi"}], max_tokens=4)
-    result = {}
-    result["first"], reused = ask("first", system)
-    result["second"], _ = ask("second", system)
-    if changed_suffix:
-        result["changed_suffix"], _ = ask("changed suffix", f"{system}\n{TIME}")
-    result["changed_prefix"], _ = ask("changed prefix", f"{TIME} {system}")
+def check_cold(name, figures, reused, other):
+    """Raise sse.Failure where a prompt that shares nothing with the one before was answered from a cache.
 
-    # A chat template's first tokens are the same for every prompt; more than that was kept somewhere.
-    # Old builds do not tell what they reused, but with another prefix they computed it all: the time
-    # and the template are under 40 tokens of it.
-    computed, anew = result["first"]["prompt_n"], result["changed_prefix"]["prompt_n"]
-    if reused > 0.1 * (reused + computed) or computed < 0.9 * (anew - 40):
+    `other`: the tokens that the other cold prompt of this step computed. It tells where the server does not.
+    """
+    computed = figures["prompt_n"]
+    if (reused or 0) > max(SHARED, 0.1 * (reused or 0) + 0.1 * computed) or computed < 0.9 * (other - SHARED):
+        kept = f", with {sse.count(reused, 'token')} reused" if reused else ""
         raise sse.Failure(
-            "the first request was answered from a cache already, so there is nothing to compare with: "
+            f"{name} was answered from a cache already{kept}, so there is nothing to compare with: "
             "start llama-server with --cache-ram 0 and -np 1"
         )
+
+
+def measure(texts, changed_suffix=False):
+    """The requests of this step → the content of cache.json. Times in milliseconds. Raises sse.Failure."""
+    system = long_prompt(texts)
+    sse.wait_idle()
+    sse.stream([{"role": "user", "content": "hi"}], max_tokens=4)
+    first, first_reused = ask(f"first: {sse.count(len(texts), 'document')}, cache cold", system)
+    second, _ = ask("second: the same again", system)
+    result = {"first": first, "second": second}
+    if changed_suffix:
+        result["changed_suffix"], _ = ask("changed_suffix: time at the end", f"{system}\n{TIME}")
+    prefix, prefix_reused = ask("changed_prefix: time in front", f"{TIME} {system}")
+    result["changed_prefix"] = prefix
+    check_cold("first", first, first_reused, prefix["prompt_n"])
+    check_cold("changed_prefix", prefix, prefix_reused, first["prompt_n"])
+    hits = [name for name in result if name in ("second", "changed_suffix")]
+    missed = [name for name in hits if result[name]["prompt_n"] >= 0.9 * first["prompt_n"]]
+    if missed:
+        why = "a model with a sliding window or recurrent memory, --no-cache-prompt, or another request in between"
+        sse.note("not reused", f"{' and '.join(missed)} reused nothing of the prompt before: {why}")
     return result
 
 
-def main(argv=None):
-    options = sse.command_line(__doc__, argv, changed_suffix="also measure the time as the last line of the prompt")
+def main():
+    options = sse.parser(__doc__)
+    options.add_argument("--changed-suffix", action="store_true", help="also ask with the time behind the prompt")
+    changed_suffix = options.parse_args().changed_suffix
+    texts = documents()
+    long_prompt(texts)  # better to fail before the folder is made
     sse.make_out()
-    result = measure(long_prompt(documents()), options.changed_suffix)
-    sse.save({sse.out("cache.json"): result})
-    print("request          tokens computed   first token ms")
-    for name, figures in result.items():
-        print("{:14} {prompt_n:17} {ttft_ms:16.1f}".format(name, **figures))
-    print(f"wrote {sse.out('cache.json')}")
+    result = measure(texts, changed_suffix)
+    table = ["request          tokens computed   first token ms"]
+    table += [f"{name:14} {row['prompt_n']:17} {row['ttft_ms']:16.1f}" for name, row in result.items()]
+    sse.write_result("cache.json", result, table)
 
 
 if __name__ == "__main__":

@@ -1,84 +1,151 @@
 #!/usr/bin/env python3
 """Step 7: how fast generation stops when the caller hangs up.
 
-Asks for a long answer, closes the connection after 0.5 s, and writes cancel.json:
+Asks for a long answer, closes the connection after 0.5 s, writes cancel.json:
 
-  max_tokens         what was asked for
-  received_tokens    fragments with content that came before the close
-  closed_at_ms       the close, from just before the request was sent
-  slot_idle_after_ms from the close until /slots shows no slot that is processing
+  max_tokens          what was asked for
+  received_tokens     fragments with content that came before the close
+  closed_at_ms        the close, from just before the request was sent
+  slot_idle_after_ms  from the close until /slots shows that the request is over
 
-With --during-prefill it hangs up on the prompt instead: all documents, the KV cache off, closed
-after 0.1 s, before the first token. It writes cancel_prefill.json: docs, how many documents, in
-place of max_tokens, and the other three.
+The same prompt is sent once before, for one token: with the prompt in the KV
+cache, the half second meets the answer and not the prefill.
 
-Closing is what tells the server to stop; one who only stops reading leaves it at work. A test whose
-answer had ended before the close shows nothing, and is not written.
+With --during-prefill it hangs up on the prompt instead: all documents, the KV
+cache off, closed after 0.1 s. At that moment somebody else asks "hi". Nobody
+looks at /slots, since llama-server notices a hang-up during prefill only after
+a second in which it answers nobody. It writes cancel_prefill.json:
+
+  docs                how many documents
+  closed_at_ms        as above
+  next_ttft_ms        what the next caller waits: from the close until the first
+                      token of that answer
+  next_prompt_ms      the prefill of "hi" itself (timings.prompt_ms)
+
+Closing is what tells the server to stop; whoever only stops reading leaves it
+at work. A close that did not meet what it should is void: nothing is written.
 """
 
+import contextlib
+import time
+
 import sse
-from measure_prefill import QUESTION, documents, long_prompt
+from measure_prefill import documents, long_prompt, question
 
-COUNTING = "List the numbers from 1 to 300, separated by commas."
+COUNTING = [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
+HI = [{"role": "user", "content": "hi"}]
 MAX_TOKENS = 256
+CUT, EARLY_CUT = 0.5, 0.1  # seconds
+FAR = "it is too far away, or was about to refuse: set VOICE_LLM_URL to a server near by, or look at its log"
 
 
-def hang_up(messages, cut_after, max_tokens=64, cache_prompt=True):
-    """Stream an answer, close after `cut_after` seconds, wait for the idle slot → the three figures of both files.
+def void(why, what_to_do):
+    """The Failure for a close that did not meet what it should."""
+    return sse.Failure(f"{why}, so this test is void: {what_to_do}")
 
-    Raises sse.Failure; also where the answer had ended before the close.
-    """
-    sse.say(f"asking, to hang up after {cut_after * 1000:.0f} ms")
-    sse.wait_idle(required=True)
-    with sse.Answer(messages, max_tokens, cache_prompt, cut_after=cut_after) as answer:
-        received = sum(1 for _ in answer)
-    if answer.ended:
-        raise sse.Failure(
-            f"the answer had ended before the close at {cut_after * 1000:.0f} ms, so this test is void: "
-            "use a model that is slower, or that keeps on counting"
-        )
-    # Without a fragment the request may still be on its way to the slot, which looks idle until then.
-    idle = sse.wait_idle(required=True, steady=0 if received else 1)
-    idle_ms = (idle - answer.start) * 1000 - answer.closed_at_ms
-    sse.say(f"closed at {answer.closed_at_ms:.1f} ms, {received} fragments received, slot idle {idle_ms:.1f} ms later")
-    return {
-        "received_tokens": received,
-        "closed_at_ms": round(answer.closed_at_ms, 3),
-        "slot_idle_after_ms": round(idle_ms, 3),
-    }
+
+def at_work():
+    """The requests that the slots are processing → [id_task, or None in old builds, …]. Raises sse.Failure."""
+    return [slot.get("id_task") for slot in sse.slots(required=True) if slot["is_processing"]]
+
+
+def end_of(task):
+    """Wait until no slot is processing `task` → the sse.clock() at which that was seen. Raises sse.Failure."""
+    begin = sse.clock()
+    while task in at_work():
+        if sse.clock() - begin > sse.timeout():
+            raise sse.Failure(f"the slot is still busy {sse.timeout():g} s after the close: look at the server's log")
+        time.sleep(0.003)
+    return sse.clock()
 
 
 def during_generation():
     """→ the content of cancel.json. Times in milliseconds. Raises sse.Failure."""
-    messages = [{"role": "user", "content": COUNTING}]
-    result = {"max_tokens": MAX_TOKENS, **hang_up(messages, 0.5, max_tokens=MAX_TOKENS)}
-    if not result["received_tokens"]:
-        sse.say("no fragment came before the close: it met the prompt's computation, and not the answer's")
-    return result
+    sse.wait_idle(required=True)
+    with contextlib.suppress(sse.Failure), sse.Answer(COUNTING, max_tokens=1) as answer:
+        list(answer)  # puts the prompt into the KV cache; what goes wrong here goes wrong again below
+    sse.wait_idle(required=True)
+    sse.say(f"counting to 300, hanging up after {CUT * 1000:.0f} ms ... ", end="")
+    tasks = []
+    with sse.Answer(COUNTING, MAX_TOKENS, cut_after=CUT) as answer:
+        for _ in answer:
+            if not tasks:
+                with contextlib.suppress(sse.Failure):
+                    tasks = at_work()
+                if answer.closed_at_ms is not None:  # the look came too late, and kept fragments from being read
+                    tasks = []
+    if answer.finish_reason or answer.total_ms is not None:
+        raise void(
+            "the answer had ended before the close at 500 ms", "use a slower model, or one that goes on counting"
+        )
+    if answer.accepted_ms is None:
+        raise void("the server had not answered by the close at 500 ms", FAR)
+    if not answer.count and answer.first_token_ms is not None:
+        raise void("only reasoning came before the close at 500 ms", "start llama-server with --reasoning-budget 0")
+    if not answer.count:
+        faster = "use a smaller model or a faster machine, and llama-server without --no-cache-prompt"
+        raise void("the server was still computing the prompt (prefill) at the close at 500 ms", faster)
+    if not tasks:
+        proxy = "set VOICE_LLM_URL to llama-server itself, without a proxy that caches"
+        raise void("/slots showed no slot at work while tokens came", proxy)
+    # All slots were idle before, so ours is the oldest of the requests at work.
+    task = None if None in tasks else min(tasks)
+    idle_ms = round((end_of(task) - answer.start) * 1000 - answer.closed_at_ms, 3)
+    sse.say(f"{sse.count(answer.count, 'fragment')} by {answer.closed_at_ms:.1f} ms, slot idle {idle_ms:.1f} ms later")
+    return {
+        "max_tokens": MAX_TOKENS,
+        "received_tokens": answer.count,
+        "closed_at_ms": answer.closed_at_ms,
+        "slot_idle_after_ms": idle_ms,
+    }
 
 
 def during_prefill(texts):
     """→ the content of cancel_prefill.json. Times in milliseconds. Raises sse.Failure."""
-    result = {"docs": len(texts), **hang_up(sse.chat(long_prompt(texts), QUESTION), 0.1, cache_prompt=False)}
-    if result["received_tokens"]:
-        raise sse.Failure(
-            "the first token came before the close at 100 ms, so this test is void: "
-            "add documents to VOICE_LLM_KB until prefill takes longer"
-        )
-    return result
+    messages = sse.chat(long_prompt(texts), question())
+    sse.wait_idle()
+    sse.say(f"hanging up in the prefill of {sse.count(len(texts), 'document')}; the next caller waits ... ", end="")
+    with sse.Answer(messages, cache_prompt=False, cut_after=EARLY_CUT) as left:
+        list(left)
+    if left.first_token_ms is not None:
+        longer = "lengthen the prompt (VOICE_LLM_SYSTEM, or documents in VOICE_LLM_KB) until prefill takes longer"
+        raise void("the first token came before the close at 100 ms", longer)
+    if left.accepted_ms is None:
+        raise void("the server had not accepted the request by the close at 100 ms", FAR)
+    with sse.Answer(HI, max_tokens=4, cache_prompt=False) as following:
+        first_ms = next(chunk["t_ms"] for chunk in list(following))
+    wait_ms = round((following.start - left.start) * 1000 - left.closed_at_ms + first_ms, 3)
+    prompt_ms = sse.timing(following.timings, "prompt_ms")
+    sse.say(f"{wait_ms:.1f} ms")
+    return {
+        "docs": len(texts),
+        "closed_at_ms": left.closed_at_ms,
+        "next_ttft_ms": wait_ms,
+        "next_prompt_ms": prompt_ms,
+    }
 
 
-def main(argv=None):
-    options = sse.command_line(__doc__, argv, during_prefill="hang up while the prompt is still being computed")
-    sse.make_out()
-    if options.during_prefill:
-        name, result = "cancel_prefill.json", during_prefill(documents())
+def main():
+    options = sse.parser(__doc__)
+    options.add_argument("--during-prefill", action="store_true", help="hang up while the prompt is being computed")
+    if options.parse_args().during_prefill:
+        texts = documents()
+        sse.make_out()
+        name, result = "cancel_prefill.json", during_prefill(texts)
+        table = [
+            f"hung up after     {result['closed_at_ms']:8.1f} ms of prefill of {sse.count(len(texts), 'document')}",
+            f"next caller waits {result['next_ttft_ms']:8.1f} ms for a first token",
+            f"whose own prefill {result['next_prompt_ms']:8.1f} ms",
+        ]
     else:
+        sse.make_out()
         name, result = "cancel.json", during_generation()
-    sse.save({sse.out(name): result})
-    print(f"closed at      {result['closed_at_ms']:10.1f} ms, {result['received_tokens']} fragments received")
-    print(f"slot idle after{result['slot_idle_after_ms']:10.1f} ms")
-    print(f"wrote {sse.out(name)}")
+        received = sse.count(result["received_tokens"], "fragment")
+        table = [
+            f"closed at       {result['closed_at_ms']:8.1f} ms, {received} received",
+            f"slot idle after {result['slot_idle_after_ms']:8.1f} ms",
+        ]
+    sse.write_result(name, result, table)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,97 @@
 #!/usr/bin/env python3
 """Step 4: what prefill costs as the prompt grows.
 
-Sends one question three times, with the first 0, 4 and 12 documents behind the system prompt and
-the KV cache off, and writes prefill.json, a list of three:
+Sends one question three times, with the first 0, 4 and 12 documents behind the
+system prompt and the KV cache off, and writes prefill.json, a list of three:
 
-  docs               how many documents
-  prompt_n           tokens of the prompt that the server computed (timings.prompt_n)
-  prompt_ms          the time it took for them: prefill (timings.prompt_ms)
-  ttft_ms            from just before the request is sent until the first event with content is here
+  docs       how many documents
+  prompt_n   tokens of the prompt that the server computed (timings.prompt_n)
+  prompt_ms  the time that took: prefill (timings.prompt_ms)
+  ttft_ms    from just before the request is sent until the first event with
+             content is here
 
-With the cache left on, the server would skip what it shares with the request before, and the
-figures would blur.
+With the cache on, the server would skip what a prompt shares with the one
+before, and the figures would blur.
 """
 
 import os
 
 import sse
 
-QUESTION = "When is the clinic open on Saturday?"
+SATURDAY = "When is the clinic open on Saturday?"
 COUNTS = (0, 4, 12)
 
 
+def question():
+    """The caller's question of steps 4 and 5."""
+    return sse.setting("VOICE_LLM_QUESTION") or SATURDAY
+
+
 def documents():
-    """The texts of the *.md files of VOICE_LLM_KB, in the order of their names.
+    """The texts of the *.md files of VOICE_LLM_KB, in the order of their names; empty ones are noted.
 
     Raises sse.Failure where there is none, or naming the file that can't be read.
     """
     folder = sse.setting("VOICE_LLM_KB")
-    with sse.reading(folder, "set VOICE_LLM_KB to the folder of the documents"):
+    try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".md") and not name.startswith("."))
-    texts = []
-    for path in (os.path.join(folder, name) for name in names):
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-            raise sse.Failure(f"{path} is not a file: take it out of VOICE_LLM_KB")
-        with sse.reading(path, "mend it, or take it out of VOICE_LLM_KB"), open(path, encoding="utf-8-sig") as file:
-            texts.append(file.read().strip())
-    if not texts:
+    except OSError as error:
+        why = f"can't read {folder} ({sse.error_words(error)})"
+        raise sse.Failure(f"{why}: set VOICE_LLM_KB to the folder of the documents") from None
+    if not names:
         raise sse.Failure(f"there is no *.md in {folder}: set VOICE_LLM_KB to the folder of the documents")
+    what_to_do = "convert it to UTF-8 and make it readable, or remove it from VOICE_LLM_KB"
+    texts = [sse.read_text(os.path.join(folder, name), what_to_do) for name in names]
+    empty = [name for name, text in zip(names, texts) if not text]
+    if empty:
+        sse.note("empty", f"empty, so it adds no tokens to the prompt: {', '.join(empty)}")
     return texts
 
 
 def long_prompt(texts):
-    """The system prompt with `texts` behind it."""
-    return "\n\n".join([sse.SYSTEM, *texts])
+    """The system prompt with `texts` behind it. Raises sse.Failure, see sse.system_prompt."""
+    return "\n\n".join([sse.system_prompt(sse.SYSTEM), *texts])
+
+
+def enough_documents():
+    """The texts of documents(). Raises sse.Failure where they are too few for this step."""
+    texts = documents()
+    if len(texts) < max(COUNTS):
+        raise sse.Failure(
+            f"{sse.count(len(texts), 'document')} in {sse.setting('VOICE_LLM_KB')}, but step 4 takes {max(COUNTS)}: "
+            "add some, or set VOICE_LLM_KB"
+        )
+    return texts
 
 
 def measure(texts):
     """Three answers → the content of prefill.json. Times in milliseconds. Raises sse.Failure."""
-    if len(texts) < max(COUNTS):
-        raise sse.Failure(
-            f"{len(texts)} documents in {sse.setting('VOICE_LLM_KB')}, but this step takes {max(COUNTS)}: "
-            "add some, or set VOICE_LLM_KB"
-        )
+    prompts = {docs: long_prompt(texts[:docs]) for docs in COUNTS}
     rows = []
-    for docs in COUNTS:
+    for docs, prompt in prompts.items():
         sse.wait_idle()
-        messages = sse.chat(long_prompt(texts[:docs]), QUESTION)
-        chunks, _, timings = sse.stream(messages, max_tokens=32, cache_prompt=False)
-        rows.append(
-            {
-                "docs": docs,
-                "prompt_n": sse.timing(timings, "prompt_n"),
-                "prompt_ms": sse.timing(timings, "prompt_ms"),
-                "ttft_ms": chunks[0]["t_ms"],
-            }
-        )
-        sse.say(
-            "{docs:2} documents: {prompt_n} tokens, prefill {prompt_ms:.1f} ms, first token {ttft_ms:.1f} ms".format(
-                **rows[-1]
-            )
-        )
+        sse.say(f"{sse.count(docs, 'document')}, KV cache off ... ", end="")
+        chunks, _, timings = sse.stream(sse.chat(prompt, question()), max_tokens=32, cache_prompt=False)
+        prompt_n, prompt_ms = sse.timing(timings, "prompt_n"), sse.timing(timings, "prompt_ms")
+        rows.append({"docs": docs, "prompt_n": prompt_n, "prompt_ms": prompt_ms, "ttft_ms": chunks[0]["t_ms"]})
+        times = f"prefill {prompt_ms:.1f} ms, first token {chunks[0]['t_ms']:.1f} ms"
+        sse.say(f"{sse.count(prompt_n, 'token')}, {times}")
     return rows
 
 
-def main(argv=None):
-    sse.command_line(__doc__, argv)
+def main():
+    options = sse.parser(__doc__)
+    options.add_argument("--check", action="store_true", help="check the documents and the settings, and ask nothing")
+    check = options.parse_args().check
+    texts = enough_documents()
+    long_prompt(texts)
+    if check:
+        return
     sse.make_out()
-    sse.say(f"asking with {COUNTS} documents: {QUESTION}")
-    rows = measure(documents())
-    sse.save({sse.out("prefill.json"): rows})
-    print("documents   tokens   prefill ms   first token ms")
-    for row in rows:
-        print("{docs:9} {prompt_n:8} {prompt_ms:12.1f} {ttft_ms:16.1f}".format(**row))
-    print(f"wrote {sse.out('prefill.json')}")
+    rows = measure(texts)
+    table = ["documents   tokens   prefill ms   first token ms"]
+    table += [f"{row['docs']:9} {row['prompt_n']:8} {row['prompt_ms']:12.1f} {row['ttft_ms']:16.1f}" for row in rows]
+    sse.write_result("prefill.json", rows, table)
 
 
 if __name__ == "__main__":

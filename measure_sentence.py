@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""Step 6: when the first sentence is complete, the moment a voice assistant can start to speak.
+"""Step 6: when the first sentence is complete: a voice assistant can speak.
 
-Streams an answer of three sentences and writes sentence.json:
+Streams an answer of three sentences, with the KV cache off, and writes
+sentence.json:
 
-  ttft_ms            from just before the request is sent until the first event with content is here
-  first_sentence_ms  until the fragment that completes the first sentence is here
+  ttft_ms            from just before the request is sent until the first event
+                     with content is here
+  first_sentence_ms  until the fragment that completes the first sentence
   total_ms           until [DONE]
   first_sentence     the sentence
   text               the whole answer
 
-A sentence ends at the first of . ! ? that white space follows: "3.5" does not end one. Only the
-white space tells, so its fragment gives the time. Without such a place the whole answer is one
-sentence, complete at its end.
+A sentence ends at the first of . ! ? that white space follows: "3.5" does not
+end one. Only the white space tells, so its fragment gives the time. Without
+such a place the whole answer is one sentence, complete at its end.
 """
 
 import re
 
 import sse
 
-SYSTEM = "You are a clinic phone assistant. Answer in exactly three short sentences."
-QUESTION = "How do I prepare for a fasting blood test?"
+THREE_SENTENCES = "You are a clinic phone assistant. Answer in exactly three short sentences."
+BLOOD_TEST = "How do I prepare for a fasting blood test?"
 
 
 def first_sentence(chunks, total_ms):
@@ -27,6 +29,7 @@ def first_sentence(chunks, total_ms):
     text = "".join(chunk["text"] for chunk in chunks)
     end = re.search(r"[.!?](?=\s)", text)
     if not end:
+        sse.note("no sentence", "no sentence ended before the answer did: all of it counts as the first")
         return text, total_ms
     received = 0
     for chunk in chunks:
@@ -38,9 +41,13 @@ def first_sentence(chunks, total_ms):
 
 def measure():
     """One answer → the content of sentence.json. Times in milliseconds. Raises sse.Failure."""
+    question = sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST
+    messages = sse.chat(sse.system_prompt(THREE_SENTENCES), question)
     sse.wait_idle()
-    chunks, total_ms, _ = sse.stream(sse.chat(SYSTEM, QUESTION), max_tokens=120)
+    sse.say("three sentences ... ", end="")
+    chunks, total_ms, _ = sse.stream(messages, max_tokens=120, cache_prompt=False)
     sentence, sentence_ms = first_sentence(chunks, total_ms)
+    sse.say(f"first token {chunks[0]['t_ms']:.1f}, first sentence {sentence_ms:.1f}, whole answer {total_ms:.1f} ms")
     return {
         "ttft_ms": chunks[0]["t_ms"],
         "first_sentence_ms": sentence_ms,
@@ -50,16 +57,17 @@ def measure():
     }
 
 
-def main(argv=None):
-    sse.command_line(__doc__, argv)
+def main():
+    sse.parser(__doc__).parse_args()
     sse.make_out()
-    sse.say(f"asking: {QUESTION}")
     result = measure()
-    sse.save({sse.out("sentence.json"): result})
-    print(f"first token    {result['ttft_ms']:8.1f} ms")
-    print(f"first sentence {result['first_sentence_ms']:8.1f} ms  {sse.visible(result['first_sentence'])}")
-    print(f"whole answer   {result['total_ms']:8.1f} ms")
-    print(f"wrote {sse.out('sentence.json')}")
+    print(f"the first sentence: {sse.printable(result['first_sentence'])}")
+    table = [
+        f"first token    {result['ttft_ms']:8.1f} ms",
+        f"first sentence {result['first_sentence_ms']:8.1f} ms",
+        f"whole answer   {result['total_ms']:8.1f} ms",
+    ]
+    sse.write_result("sentence.json", result, table)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Step 3: time to first token (TTFT), five times.
 
-Sends the question of step 2 five times with the KV cache off, so that every run computes the whole
-prompt, and writes ttft.json:
+Sends the question of step 2 five times with the KV cache off, so that every
+run computes the whole prompt, and writes ttft.json:
 
-  runs               five times {"ttft_ms", "total_ms", "tokens"}
-  ttft_p50           the third of the five sorted ttft_ms
-  total_p50          the third of the five sorted total_ms
+  runs       five times {"ttft_ms", "total_ms", "tokens"}
+  ttft_p50   the third of the five sorted ttft_ms
+  total_p50  the third of the five sorted total_ms
 
-ttft_ms: from just before the request is sent until the first event with content is here.
-total_ms: until [DONE]. tokens: the server's count (timings.predicted_n); a fragment need not be one.
+ttft_ms: from just before the request is sent until the first event with
+content is here. total_ms: until [DONE]. tokens: the server's own count
+(timings.predicted_n), since a fragment need not be one token.
 """
 
 import sse
@@ -17,34 +18,44 @@ import sse
 RUNS = 5
 
 
+def median(times):
+    """The middle one of an odd number of times, sorted: the third of five."""
+    return sorted(times)[len(times) // 2]
+
+
 def measure():
     """Five answers → the content of ttft.json. Times in milliseconds. Raises sse.Failure."""
-    runs = []
-    for run in range(1, RUNS + 1):
+    messages = sse.chat(sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION)
+    runs, computed = [], []
+    for number in range(1, RUNS + 1):
         sse.wait_idle()
-        chunks, total_ms, timings = sse.stream(sse.chat(sse.SYSTEM, sse.QUESTION), cache_prompt=False)
-        runs.append({"ttft_ms": chunks[0]["t_ms"], "total_ms": total_ms, "tokens": sse.timing(timings, "predicted_n")})
-        sse.say(
-            "run {} of {}: first token {ttft_ms:.1f} ms, whole answer {total_ms:.1f} ms, {tokens} tokens".format(
-                run, RUNS, **runs[-1]
-            )
+        sse.say(f"run {number} of {RUNS}, KV cache off ... ", end="")
+        chunks, total_ms, timings = sse.stream(messages, cache_prompt=False)
+        run = {"ttft_ms": chunks[0]["t_ms"], "total_ms": total_ms, "tokens": sse.timing(timings, "predicted_n")}
+        runs.append(run)
+        computed.append(timings.get("prompt_n"))
+        times = f"first token {run['ttft_ms']:.1f} ms, whole answer {total_ms:.1f} ms"
+        sse.say(f"{times}, {sse.count(run['tokens'], 'token')}")
+    if any(prompt_n != computed[0] for prompt_n in computed):  # all there is where the server has no cache_n
+        raise sse.Failure(
+            f"the same prompt took {', '.join(map(str, computed))} tokens of computation, so the KV cache was not off: "
+            "set VOICE_LLM_URL to a llama-server itself, without a proxy that drops cache_prompt"
         )
     return {
         "runs": runs,
-        "ttft_p50": sorted(run["ttft_ms"] for run in runs)[RUNS // 2],
-        "total_p50": sorted(run["total_ms"] for run in runs)[RUNS // 2],
+        "ttft_p50": median([run["ttft_ms"] for run in runs]),
+        "total_p50": median([run["total_ms"] for run in runs]),
     }
 
 
-def main(argv=None):
-    sse.command_line(__doc__, argv)
+def main():
+    sse.parser(__doc__).parse_args()
     sse.make_out()
-    sse.say(f"asking {RUNS} times: {sse.QUESTION}")
     result = measure()
-    sse.save({sse.out("ttft.json"): result})
-    print(f"first token  p50 {result['ttft_p50']:8.1f} ms")
-    print(f"whole answer p50 {result['total_p50']:8.1f} ms")
-    print(f"wrote {sse.out('ttft.json')}")
+    print(f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms")
+    table = [" first token ms   whole answer ms   tokens"]
+    table += [f"{run['ttft_ms']:15.1f} {run['total_ms']:17.1f} {run['tokens']:8}" for run in result["runs"]]
+    sse.write_result("ttft.json", result, table)
 
 
 if __name__ == "__main__":

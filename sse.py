@@ -1,26 +1,27 @@
 #!/usr/bin/env python3
 """Step 2: read a streaming answer by hand, line by line, and keep every line.
 
-  python3 sse.py            asks one question, shows the answer as it arrives, and writes
+  python3 sse.py            asks one question, shows the answer, and writes
                             sse_raw.txt   every line just as it was received
-                            chunks.jsonl  one {"t_ms", "text"} a line: the fragments of the answer
-  python3 sse.py --server   step 1: waits until the server is ready, and writes
+                            chunks.jsonl  {"t_ms", "text"} for each fragment
+  python3 sse.py --server   step 1: waits until the server is ready, writes
                             health.json   what /health answered
-                            props.json    what /props answered (model, context, slots)
+                            props.json    what /props answered
 
-As a module this file is what every measure_*.py stands on: the clock, the socket, the rules of
-the event stream (https://html.spec.whatwg.org/multipage/server-sent-events.html) and the edge
-where a failure becomes one line on stderr. It knows nothing of what is being measured.
+As a module, for every measure_*.py: the clock, the connection, the event
+stream, the slots, and run(). It knows nothing about any experiment. A figure is
+written only if it is true and its experiment took place, and a note says what
+else is in it.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import http.client
 import io
+import itertools
 import json
 import os
-import queue
-import shutil
 import signal
 import socket
 import sys
@@ -30,236 +31,108 @@ from urllib.parse import urlsplit
 
 SYSTEM = "You are a clinic phone assistant. Answer in one short sentence."
 QUESTION = "What should a new patient bring?"
-
-SETTINGS = {
+SETTINGS = {  # name: (default, what it is)
     "VOICE_LLM_URL": ("http://127.0.0.1:8080", "the llama-server"),
     "VOICE_LLM_OUT": ("/root/voice/llm", "the folder of the results; made if missing"),
-    "VOICE_LLM_KB": ("/opt/lab/fixtures/voice/kb", "the documents: *.md, UTF-8, in the order of their names"),
-    "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for one answer, and for an idle slot"),
+    "VOICE_LLM_KB": ("/opt/lab/fixtures/voice/kb", "the documents: *.md, UTF-8, sorted by name"),
+    "VOICE_LLM_SYSTEM": ("", "a text file: your system prompt for steps 2 to 6"),
+    "VOICE_LLM_QUESTION": ("", "your caller's question for steps 2 to 6"),
+    "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for an answer or a slot"),
 }
-LONGEST = 8 * 2**20  # bytes: a longer line or body is no llama-server's, and parsing it would hold up the watchdog
+LONGEST = 8 * 2**20  # bytes: llama-server never sends a longer line, and parsing one would delay the deadline
 BROKEN = (OSError, ValueError, OverflowError, http.client.HTTPException)  # what http.client raises on a bad answer
-DONE = b"[DONE]"
+CHAT, DONE = "/v1/chat/completions", b"[DONE]"
 clock = time.perf_counter
+notes = {}  # what else is in a figure, {kind: (size, text)}: run() prints them
 
 
 class Failure(Exception):
-    """Why there is no figure. str() is a message for a person: what happened, where, what to do."""
+    """Why there is no figure. str() is a message for a person: what happened, and what to do."""
+
+
+def count(number, thing):
+    """'1 token', '2 tokens'."""
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 # ---------------------------------------------------------------------------- settings
-
-
 def setting(name):
-    """The setting `name` as text: the environment's, or the Pod's where that is unset or empty."""
-    return os.environ.get(name) or SETTINGS[name][0]
+    """The setting `name` as text, from the environment; the default where that is unset or blank."""
+    text = os.environ.get(name, "")
+    return text if text.strip() else SETTINGS[name][0]
 
 
 def timeout():
-    """VOICE_LLM_TIMEOUT in seconds, a float. Raises Failure where it is no sensible number."""
-    text = setting("VOICE_LLM_TIMEOUT")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds <= 1e6:
-        raise Failure(f"VOICE_LLM_TIMEOUT is {text!r}: set it to a number of seconds, above 0 and up to 1000000")
-    return seconds
+    """VOICE_LLM_TIMEOUT in seconds, a float. Raises Failure where it is not a sensible number."""
+    with contextlib.suppress(ValueError):
+        seconds = float(setting("VOICE_LLM_TIMEOUT"))
+        if 0 < seconds <= 1e6:
+            return seconds
+    raise Failure(f"VOICE_LLM_TIMEOUT is {setting('VOICE_LLM_TIMEOUT')!r}: set it to a number of seconds up to 1000000")
 
 
 def address():
     """(host, port, path prefix) of VOICE_LLM_URL. Raises Failure where it is not an http:// URL."""
     text = setting("VOICE_LLM_URL")
-    try:
+    with contextlib.suppress(ValueError):  # a port that is not a number, a bracket that never closes
         url = urlsplit(text)
-        plain = all("!" <= c <= "~" and c not in "@?#" for c in text)
-        if url.scheme == "http" and url.hostname and plain:
+        if url.scheme == "http" and url.hostname and all("!" <= c <= "~" and c not in "@?#" for c in text):
             return url.hostname, 80 if url.port is None else url.port, url.path.rstrip("/")
-    except ValueError:  # a port that is no number, a bracket that never closes
-        pass
-    raise Failure(f"VOICE_LLM_URL is {text!r}: set it to a URL such as {SETTINGS['VOICE_LLM_URL'][0]}")
+    raise Failure(f"VOICE_LLM_URL is {text!r}: only http:// can be measured: set it to http://127.0.0.1:8080, say")
+
+
+def url_of(path):
+    """The URL of `path` on the server, for a message."""
+    return setting("VOICE_LLM_URL").rstrip("/") + path
+
+
+def read_text(path, what_to_do):
+    """The text of a UTF-8 file, with or without a BOM, stripped. Raises Failure, with `what_to_do`."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait
+        raise Failure(f"{path} is not a file: {what_to_do}")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read().strip()
+    except (OSError, ValueError) as error:
+        why = f"not UTF-8, byte {error.start}" if isinstance(error, UnicodeDecodeError) else error_words(error)
+        raise Failure(f"can't read {path} ({why}): {what_to_do}") from None
+
+
+def system_prompt(default):
+    """The text of the file VOICE_LLM_SYSTEM; `default` where that is unset. Raises Failure where it is blank."""
+    path = setting("VOICE_LLM_SYSTEM")
+    text = read_text(path, "set VOICE_LLM_SYSTEM to a UTF-8 text file, or unset it") if path else default
+    if not text:
+        raise Failure(f"{path} is blank: write your system prompt into it, or unset VOICE_LLM_SYSTEM")
+    return text
 
 
 # ---------------------------------------------------------------------------- one request
+ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the first row that fits
+    ((), "context size", "shorten the prompt, or start llama-server with a larger -c, or -np 1 if slots share it"),
+    ((), "model name is missing", "this llama-server is a router without a model: start it with a model (-m)"),
+    ((301, 302, 303, 307, 308), "", "this is a redirect: set VOICE_LLM_URL to llama-server itself"),
+    ((401, 403), "api key", "start llama-server without --api-key"),
+    ((401, 403), "", "something in front of llama-server asks for a login: set VOICE_LLM_URL to llama-server itself"),
+    ((200, 404, 405), "", "is this a llama-server, and VOICE_LLM_URL its address without a path?"),
+    ((413,), "", "a proxy refuses a prompt of this size: raise its limit, or set VOICE_LLM_URL to llama-server itself"),
+    ((429,), "", "a proxy limits the number of requests: wait, or set VOICE_LLM_URL to llama-server itself"),
+    ((501,), "", "start llama-server without --no-slots (old builds: with --slots)"),
+    ((503,), "loading", "wait until the model is loaded, and run this again"),
+    ((502, 503, 504), "", "a proxy can't reach llama-server: start it, or set VOICE_LLM_URL to llama-server itself"),
+    ((), "", "look at the server's log"),
+)
 
 
-class Request:
-    """One HTTP request on a connection of its own, with one clock and one watchdog.
-
-    The watchdog closes the connection `seconds` after the request was sent (unless told, after
-    VOICE_LLM_TIMEOUT). It is the only deadline: a socket timeout starts anew with every byte, so
-    that a server which sends a comment now and then would never meet it. `cut` says that this
-    end is wanted, and not a failure.
-
-    The clock, ms(), starts just before the request is sent, on a connection that stands already.
-    closed_at_ms is the moment of the close on that clock, None while the connection is open.
-    Use it in a `with`. Raises Failure where nothing listens.
-    """
-
-    def __init__(self, method, path, body=None, seconds=None, cut=False):
-        host, port, prefix = address()
-        self.where = f"{setting('VOICE_LLM_URL').rstrip('/')}{path}"
-        self.seconds = timeout() if seconds is None else seconds
-        self.cut = cut
-        self.closed_at_ms = None
-        self.timed_out = False
-        self._error = "the connection ended"
-        self._response = None
-        patience = timeout() if cut else self.seconds
-        self._connection = http.client.HTTPConnection(host, port, timeout=patience)
-        try:
-            self._connection.connect()
-        except (OSError, ValueError) as error:  # ValueError: a host name that DNS can't carry
-            raise Failure(
-                f"no server answers at {setting('VOICE_LLM_URL')} ({getattr(error, 'strerror', None) or error}): "
-                "start it (voice-llm up), or set VOICE_LLM_URL"
-            ) from None
-        # Kept here, because getresponse() takes the socket away from the connection where the
-        # server says "Connection: close"; conn.close() would then leave it open, and the server
-        # would go on generating.
-        self._socket = self._connection.sock
-        self._socket.settimeout(None)
-        self._over = threading.Event()
-        self.start = clock()  # for the watchdog; what starting it costs is not the server's time
-        threading.Thread(target=self._watch, daemon=True).start()
-        headers = {"Content-Type": "application/json"} if body else {}
-        self.start = clock()
-        try:
-            self._connection.request(method, prefix + path, body, headers)
-        except BROKEN as error:
-            self._error = repr(error)  # an early answer (413, say) may still be there to be read
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        self._over.set()
-        self.close()
-        if self._response:
-            self._response.close()
-        self._connection.close()
-
-    def ms(self):
-        """Milliseconds since just before the request was sent."""
-        return (clock() - self.start) * 1000
-
-    def close(self):
-        """Close the TCP connection at this moment, whatever the server is doing; from any thread.
-
-        shutdown() and not close(): it reaches the server at once and wakes a reader that is
-        blocked in another thread, which close() does not.
-        """
-        if self.closed_at_ms is None:
-            self.closed_at_ms = self.ms()  # first, since the reader wakes at once and asks why
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the other end was faster
-
-    def _watch(self):
-        while self.ms() < self.seconds * 1000:
-            if self._over.wait(self.seconds - self.ms() / 1000):
-                return
-        self.timed_out = not self.cut
-        self.close()
-
-    def receive(self):
-        """Wait for the headers → the http.client response, None where the connection ended before."""
-        try:
-            self._response = self._connection.getresponse()
-        except BROKEN as error:
-            self._error = repr(error)
-        return self._response
-
-    def body(self):
-        """All the bytes of the response's body that came before the connection ended."""
-        try:
-            return self._response.read(LONGEST)
-        except http.client.IncompleteRead as error:
-            return error.partial
-        except BROKEN:
-            return b""
-
-    def lines(self, copy_to=None):
-        """Yield (time, line) for each line of the body: the clock() at which readline returned it, and its bytes.
-
-        `copy_to`: a binary file that gets every line.
-        """
-        readline = self._response.readline
-        while True:
-            try:
-                line = readline(LONGEST)
-            except BROKEN as error:
-                line, self._error = b"", repr(error)
-            now = clock()
-            if len(line) == LONGEST:
-                line, self._error = b"", f"a line of more than {LONGEST} bytes"
-            if not line or (self.closed_at_ms is not None and (now - self.start) * 1000 >= self.closed_at_ms):
-                return  # what still lay in the buffer was not received before the close
-            if copy_to is not None:
-                copy_to.write(line)
-            yield now, line
-
-    def lost(self, got="no answer"):
-        """The Failure for a connection that ended too early. `got`: what had come by then."""
-        if self.timed_out:
-            return Failure(
-                f"{self.where}: {got} after {self.seconds:g} s: look at the server's log, "
-                "or allow more with VOICE_LLM_TIMEOUT"
-            )
-        return Failure(f"{self.where}: {got}, and then {self._error}: look at the server's log, and run this again")
+def said(path, what, data, status=None):
+    """A message: `what` the server did (say, "answered 503"), the error in its words (bytes), and what to do."""
+    text = data.decode("utf-8", "replace").lower().replace("_", " ")
+    fits = (hint for codes, words, hint in ADVICE if (not codes or status in codes) and words in text)
+    return f"{url_of(path)} {what}: {error_text(data)}: {next(fits)}"
 
 
-def get(path, seconds=None):
-    """GET `path` from the server → (HTTP status, body as bytes). Raises Failure where no answer comes."""
-    with Request("GET", path, seconds=seconds) as request:
-        response = request.receive()
-        if not response:
-            raise request.lost()
-        body = request.body()
-        if request.timed_out:
-            raise request.lost("no whole answer")
-        return response.status, body
-
-
-# ---------------------------------------------------------------------------- one answer
-
-
-def events(lines):
-    """Yield (time, type, data as bytes) for each event in `lines`, pairs of (time, line as bytes).
-
-    The rules are those of the HTML standard's event streams, and the time is that of the event's
-    last data line. Two things differ from the standard. `[DONE]` ends an answer as soon as its
-    line is here, since no blank line need follow. And what servers write into a stream when they
-    break down, an `error:` line or bare JSON, comes out as an event of type "error"; the standard
-    would have it ignored.
-    """
-    kind, data, at, bom = b"message", [], None, b"\xef\xbb\xbf"
-    for now, line in lines:
-        if bom:
-            line, bom = line[3:] if line.startswith(bom) else line, b""
-        line = line.rstrip(b"\r\n")
-        if not line:
-            if any(part.strip() for part in data):
-                yield at, kind, b"\n".join(data)
-            kind, data = b"message", []
-            continue
-        field, _, value = line.partition(b":")  # a comment is a field without a name
-        if value[:1] == b" ":
-            value = value[1:]
-        if field == b"data":
-            data.append(value)
-            at = now
-            if value[:6] == DONE and len(data) == 1:
-                yield at, kind, value
-        elif field == b"event":
-            kind = value
-        elif field == b"error" or line[:1] == b"{":
-            yield now, b"error", value if field == b"error" else line
-
-
-def words(data):
-    """What a server's error says (bytes: JSON in any of the usual shapes, HTML, text), as short text."""
+def error_text(data):
+    """What a server's error says (bytes: JSON of any usual shape, HTML or text), as short text."""
     text = data[:65536].decode("utf-8", "replace")
     try:
         found = json.loads(text)
@@ -267,132 +140,247 @@ def words(data):
         if "<title>" in text:
             text = "a web page, " + text.partition("<title>")[2].partition("</title>")[0]
         return " ".join(text.split())[:300] or "nothing"
-    for key in "error", "message", "detail":
+    for key in "error", "message", "detail", "text":
         if isinstance(found, dict) and found.get(key):
             found = found[key]
     return (found if isinstance(found, str) else json.dumps(found))[:300] or "nothing"
 
 
-HINTS = {  # what to do about an HTTP status
-    400: "shorten the prompt, or start llama-server with a larger context (-c)",
-    401: "start llama-server without --api-key",
-    404: "is this a llama-server, and VOICE_LLM_URL its address without a path?",
-    503: "wait until the model is loaded, and run this again",
-}
+def error_words(error):
+    """What an exception says, without its type where it says anything."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class Answer(Request):
-    """A streaming answer of /v1/chat/completions. Iterating yields its fragments as they arrive:
-    {"t_ms": milliseconds since just before the request was sent, "text": str}, one for each event
-    with content; an event with only a role, and a comment, is none.
+def connect(seconds):
+    """Open a connection → http.client.HTTPConnection with a socket timeout. Raises Failure where nothing listens."""
+    host, port, _ = address()
+    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    try:
+        connection.connect()
+    except (OSError, ValueError) as error:  # ValueError: a host name that DNS can't carry
+        what = f"no server answers at {url_of('')} ({error_words(error)})"
+        raise Failure(f"{what}: start it (voice-llm up), or set VOICE_LLM_URL") from None
+    return connection
 
-    Iteration ends after `[DONE]` (then total_ms is its time, and timings the last `timings` object
-    the server sent, {} where it sent none: prompt_n, prompt_ms, cache_n, predicted_n …), or early
-    where close() was called or `cut_after` seconds have passed (then total_ms stays None). Anything
-    else raises Failure: a refusal, an error in the stream, an answer cut off, or one without content.
-    `ended` says that the model had finished, even where `[DONE]` had not come yet.
-    `raw_out`: a binary file that gets every line as it came.
 
-    What llama-server sends: tools/server/README.md of https://github.com/ggml-org/llama.cpp.
+def get(path, seconds=None):
+    """GET `path` → (HTTP status, body as bytes). Raises Failure where it does not come, or stalls for `seconds`."""
+    limit = timeout() if seconds is None else seconds
+    with contextlib.closing(connect(limit)) as connection:
+        try:
+            connection.request("GET", address()[2] + path)
+            with connection.getresponse() as response:
+                return response.status, response.read(LONGEST)
+        except BROKEN as error:
+            late = isinstance(error, socket.timeout)
+            what = f"no answer after {limit:g} s" if late else f"no answer ({error_words(error)})"
+            hint = "allow more with VOICE_LLM_TIMEOUT" if late and seconds is None else "restart the server"
+            raise Failure(f"{url_of(path)}: {what}: look at the server's log, or {hint}") from None
+
+
+# ---------------------------------------------------------------------------- the event stream
+def events(lines):
+    """Yield (time, type, data as bytes) for each event in `lines`, pairs of (time, line as bytes).
+
+    The rules are those of https://html.spec.whatwg.org/multipage/server-sent-events.html, and the time is
+    that of the event's last data line. Four things differ: `[DONE]` ends the stream as soon as its line is
+    here, without a blank line. An `error:` line or bare JSON, which servers write when they break down, is
+    an event of type "error". An event whose data is only white space, a heartbeat, is dropped. A lone CR
+    ends no line: a line reader can't see it in time.
+    """
+    kind, data, at, bom = b"message", [], None, b"\xef\xbb\xbf"
+    for now, line in lines:
+        line, bom = line.removeprefix(bom).rstrip(b"\r\n"), b""
+        field, _, value = line.partition(b":")  # a comment is a field without a name
+        value = value.removeprefix(b" ")
+        if not line:
+            if any(part.strip() for part in data):
+                yield at, kind, b"\n".join(data)
+            kind, data = b"message", []
+        elif field == b"data":
+            data.append(value)
+            at = now
+            if len(data) == 1 and value.strip() == DONE:
+                yield at, kind, DONE
+                return
+        elif field == b"event":
+            kind = value or b"message"
+        elif field == b"error" or line[:1] == b"{":
+            yield now, b"error", value if field == b"error" else line
+
+
+# ---------------------------------------------------------------------------- one answer
+class Answer:
+    """A streaming answer of /v1/chat/completions. Use it in a `with`, which closes the connection.
+
+    Iterating yields its fragments as they arrive: {"t_ms": float, "text": str}, one for each event
+    with content; a role alone and a comment are none. All times are milliseconds since just before
+    the request was sent, on an open connection. Iteration ends after a whole answer (`[DONE]`, and
+    before it a finish_reason of stop or length, or llama-server's final timings), after close(), or
+    after `cut_after` seconds. Anything else raises Failure: a refusal, an error, an answer cut short
+    or without content, a prompt out of a cache although `cache_prompt` is False.
+
+    total_ms, closed_at_ms: the time of [DONE], of the close; None where it did not come.
+    accepted_ms: the time of the headers with status 200: llama-server begins with the prompt then.
+    first_token_ms: the time of the first event with content or reasoning. count: fragments so far.
+    finish_reason: why the model ended the answer. raw_out: a binary file that gets every line.
+    timings: the server's own, {} where it sends none: prompt_n, prompt_ms, cache_n, predicted_n,
+    predicted_ms (https://github.com/ggml-org/llama.cpp, tools/server/README.md).
     """
 
     def __init__(self, messages, max_tokens=64, cache_prompt=True, raw_out=None, cut_after=None):
-        body = {
-            "messages": messages,
-            "stream": True,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "seed": 7,
-            "cache_prompt": cache_prompt,
-        }
-        self.raw_out = raw_out
-        self.total_ms = None
-        self.timings = {}
-        self.ended = False
-        self.count = 0
-        self._reasoned = False
-        super().__init__("POST", "/v1/chat/completions", json.dumps(body), cut_after, cut_after is not None)
+        body = {"messages": messages, "stream": True, "max_tokens": max_tokens, "temperature": 0, "seed": 7}
+        body["cache_prompt"] = self.cache_prompt = cache_prompt
+        self.raw_out, self.cut_after = raw_out, cut_after
+        self.seconds = timeout() if cut_after is None else cut_after
+        self.total_ms = self.accepted_ms = self.first_token_ms = self.closed_at_ms = self.finish_reason = None
+        self.timings, self.count, self._final_timings = {}, 0, False
+        self._response, self._why = None, ""  # why the connection ended, where http.client tells
+        self._connection = connect(timeout())
+        # Kept here: getresponse() takes the socket away from the connection if the server says
+        # "Connection: close"; conn.close() would then leave it open, and the server would go on.
+        self._socket = self._connection.sock
+        self._socket.settimeout(self.seconds)  # for sending
+        self.start = clock()
+        try:
+            headers = {"Content-Type": "application/json"}
+            self._connection.request("POST", address()[2] + CHAT, json.dumps(body), headers)
+        except BROKEN as error:
+            self._why = error_words(error)  # an early answer (413, say) may still be there
+        # From here on, one deadline for all: a socket timeout starts again with every byte, and a
+        # server that sends a comment now and then would never reach it.
+        self._socket.settimeout(None)
+        self._timer = threading.Timer(self.start + self.seconds - clock(), self.close)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._timer.cancel()
+        self.close()
+        if self._response:
+            self._response.close()
+        self._connection.close()
+
+    def close(self):
+        """Close the TCP connection now, whatever the server is doing; from any thread."""
+        if self.closed_at_ms is None:
+            self.closed_at_ms = self._ms(clock())  # first, since the reader wakes at once and asks
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # close() would not wake a reader in another thread
+
+    def _ms(self, at):
+        return round((at - self.start) * 1000, 3)
 
     def __iter__(self):
-        if self.receive() and self.closed_at_ms is None:  # a close may have cut the headers short
+        try:
+            self._response = self._connection.getresponse()
+        except BROKEN as error:
+            self._why = self._why or error_words(error)
+        if self._response and self.closed_at_ms is None:  # a close may have cut the headers short
             self._check_headers()
-            for at, kind, data in events(self.lines(self.raw_out)):
-                t_ms = round((at - self.start) * 1000, 3)
-                if data.strip() == DONE:
-                    self.total_ms = t_ms
-                    self.ended = True
+            for at, kind, data in events(self._lines()):
+                if data == DONE:
+                    self.total_ms = self._ms(at)
                     break
-                text = self._content(kind, data)
-                if text:
+                if text := self._content(at, kind, data):
                     self.count += 1
-                    yield {"t_ms": t_ms, "text": text}
-        if self.total_ms is not None and not self.count:
-            why = (
-                "only reasoning: start llama-server with --reasoning-budget 0"
-                if self._reasoned
-                else "is it a chat model?"
-            )
-            raise Failure(f"{self.where}: the answer has no content: {why}")
-        if self.total_ms is None and (self.timed_out or self.closed_at_ms is None):
-            raise self.lost(f"{self.count} fragments but no [DONE]" if self._response else "no answer")
+                    yield {"t_ms": self._ms(at), "text": text}
+        self._check_whole()
+
+    def _lines(self):
+        """Yield (clock() at which readline returned it, line) until the connection ends or is closed."""
+        while True:
+            try:
+                line = self._response.readline(LONGEST)
+            except BROKEN as error:
+                line, self._why = b"", error_words(error)
+            now = clock()
+            if len(line) == LONGEST:
+                line, self._why = b"", f"a line of more than {LONGEST} bytes"
+            if not line or (self.closed_at_ms is not None and self._ms(now) >= self.closed_at_ms):
+                return  # what was still in the buffer was not received before the close
+            if self.raw_out is not None:
+                self.raw_out.write(line)
+            yield now, line
 
     def _check_headers(self):
-        status, headers = self._response.status, self._response.headers
-        kind, packed = headers.get("Content-Type", ""), headers.get("Content-Encoding", "identity")
-        if status != 200:
-            hint = HINTS.get(status, "look at the server's log")
-            raise Failure(f"{self.where} answered {status}: {words(self.body())}: {hint}")
-        if kind and kind.partition(";")[0].strip().lower() != "text/event-stream":
-            what = f"{kind} and not an event stream: {words(self.body())}"
-            raise Failure(f"{self.where} answered with {what}: is this a llama-server?")
-        if packed != "identity":
-            raise Failure(f"{self.where} answered in {packed}, unasked: take away the proxy that packs it")
+        status, headers, data = self._response.status, self._response.headers, b""
+        kind, encoding = headers.get("Content-Type", ""), headers.get("Content-Encoding", "identity")
+        streams = not kind or kind.partition(";")[0].strip().lower() == "text/event-stream"
+        if status != 200 or not streams:
+            self._socket.settimeout(1)  # the first part will do: the rest may never come
+            with contextlib.suppress(*BROKEN):
+                data = self._response.read1(65536)
+            what = f"answered {status}" if status != 200 else f"answered with {kind}, not an event stream"
+            raise Failure(said(CHAT, what, data, status))
+        if encoding != "identity":
+            raise Failure(f"{url_of(CHAT)} answered in {encoding}, unasked: remove the proxy that compresses it")
+        self.accepted_ms = self._ms(clock())
 
-    def _content(self, kind, data):
-        """The text of one event, "" where it has none; notes timings and the model's end on the way."""
+    def _content(self, at, kind, data):
+        """The content of one event, "" where it has none; what else it tells is kept. Raises Failure."""
         try:
             event = {"error": True} if kind == b"error" else json.loads(data.decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
-            raise Failure(f"{self.where}: an event is not JSON: {words(data)}: is this a llama-server?") from None
-        try:
-            if event.get("error") or event.get("object") == "error":
-                raise Failure(
-                    f"{self.where}: the server reported an error after {self.count} fragments: {words(data)}: "
-                    "look at the server's log"
-                )
-            timings = event.get("timings")
-            if isinstance(timings, dict):
-                self.timings = timings
             choice = (event.get("choices") or [{}])[0]
-            if choice.get("finish_reason"):
-                self.ended = True
-                if choice["finish_reason"] in ("error", "abort"):  # other servers' ways to say that they gave up
-                    raise Failure(f"{self.where}: the server gave the answer up: run this again")
             delta = choice.get("delta") or {}
-            text = delta.get("content")
-            if not text:
-                self._reasoned = self._reasoned or bool(delta.get("reasoning_content") or delta.get("reasoning"))
-                return ""
-            if not isinstance(text, str):
-                raise TypeError
-            return text
-        except (AttributeError, LookupError, TypeError):
-            raise Failure(f"{self.where}: an event is not of the API's shape: {words(data)}") from None
+            content = "" + (delta.get("content") or "")  # TypeError where it is not text
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            timings = event.get("timings")
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            wrong = "JSON" if isinstance(error, (ValueError, RecursionError)) else "of the API's shape"
+            why = f"an event is not {wrong}: {error_text(data)}: is this a llama-server?"
+            raise Failure(f"{url_of(CHAT)}: {why}") from None
+        chunk = "choices" in event or "timings" in event or "usage" in event
+        if not chunk or event.get("error") or event.get("object") == "error":
+            raise Failure(said(CHAT, f"reported an error after {count(self.count, 'fragment')}", data))
+        if (content or reasoning) and self.first_token_ms is None:
+            self.first_token_ms = self._ms(at)
+        if content or reasoning or isinstance(timings, dict):  # an option of llama-server puts timings on every event
+            self._final_timings = not (content or reasoning)
+            self.timings = timings if isinstance(timings, dict) else self.timings
+        self.finish_reason = self.finish_reason or choice.get("finish_reason")
+        return content
+
+    def _check_whole(self):
+        """Raise Failure where the answer is not a measurement, unless it was closed on purpose."""
+        got, again = count(self.count, "fragment"), "look at the server's log, and run this again"
+        cached, proxy = self.timings.get("cache_n"), "set VOICE_LLM_URL to llama-server itself, without a proxy"
+        if self.total_ms is None and self.closed_at_ms is not None:
+            if self.cut_after is not None or self.closed_at_ms < self.seconds * 1000:
+                return
+            what = f"{got} but no [DONE]" if self._response else "no answer"
+            why = f"{what} after {self.seconds:g} s: look at the server's log, or allow more with VOICE_LLM_TIMEOUT"
+        elif self.total_ms is None:
+            what = f"the connection ended after {got}, before [DONE]" if self._response else "no answer"
+            why = f"{what}{self._why and f' ({self._why})'}: {again}"
+        elif self.finish_reason not in ("stop", "length") and (self.finish_reason or not self._final_timings):
+            reason = f"finish_reason {self.finish_reason!r:.40}" if self.finish_reason else "no finish_reason"
+            why = f"the answer was cut short: [DONE] after {got} with {reason}: {again}"
+        elif not self.count and self.first_token_ms is not None:
+            why = "the answer has only reasoning and no content: start llama-server with --reasoning-budget 0"
+        elif not self.count:
+            why = "the answer has no content: is it a chat model?"
+        elif not self.cache_prompt and is_number(cached) and cached > 0:
+            why = f"{count(cached, 'token')} of the prompt came from a cache, though cache_prompt is false: {proxy}"
+        else:
+            return
+        raise Failure(f"{url_of(CHAT)}: {why}")
 
 
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None):
-    """Send `messages` to /v1/chat/completions and read the whole answer → (chunks, total_ms, timings).
-
-    chunks: [{"t_ms": float, "text": str}, …], one for each event with content. Times are in
-    milliseconds since just before the request was sent; total_ms is the time of `[DONE]`.
-    timings: the server's own figures, see Answer. raw_out: a path, written when the answer is
-    whole, or a binary file, written as the lines come. Raises Failure for anything but a whole answer.
-    """
-    raw = raw_out if raw_out is None or hasattr(raw_out, "write") else io.BytesIO()
-    with Answer(messages, max_tokens, cache_prompt, raw) as answer:
+    """Send `messages`, read the answer → (chunks, total_ms, timings). chunks: [{"t_ms": float, "text": str}, …];
+    times in ms, timings, and the Failure where the answer is not whole: see Answer. raw_out: a path, written
+    when the answer is whole, or an open file, written as the lines come."""
+    is_path = isinstance(raw_out, (str, os.PathLike))
+    file = io.BytesIO() if is_path else getattr(raw_out, "buffer", raw_out)  # of a text file, its bytes
+    with Answer(messages, max_tokens, cache_prompt, file) as answer:
         chunks = list(answer)
-    if raw is not raw_out:
-        save({raw_out: raw.getvalue()})
+    if is_path:
+        save({raw_out: file.getvalue()})
+    look_back(answer, chunks)
     return chunks, answer.total_ms, answer.timings
 
 
@@ -401,78 +389,84 @@ def chat(system, question):
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 
-def number(value, what):
-    """`value`, if it is a number from 0 up. Raises Failure, naming it as `what`, for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15:
-        return value  # NaN and Infinity, which JSON readers let in, fail the comparison
-    raise Failure(
-        f"{what} is " + ("missing or null" if value is None else f"{value!r:.40}, and not a number from 0 up")
-    )
+def is_number(value):
+    """Whether `value` is a number from 0 up. NaN and Infinity, which JSON readers let in, are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15
 
 
 def timing(timings, key):
-    """The number `key` of a server's timings; a count, *_n, is whole. Raises Failure where it is no such number."""
-    what = f"{setting('VOICE_LLM_URL')}: is this a llama-server? {key} in its timings"
-    value = number(timings.get(key), what)
-    if key.endswith("_n") and value != int(value):
-        raise Failure(f"{what} is {value}, and not a whole number")
-    return value
+    """The number `key` of a server's timings; a count, *_n, is whole. Raises Failure where it is not."""
+    value, kind = timings.get(key), "whole number" if key.endswith("_n") else "number"
+    if is_number(value) and (kind == "number" or value == int(value)):
+        return value
+    what = f"lack {key}" if value is None else f"have {value!r:.40} as {key}, not a {kind} from 0 up"
+    raise Failure(f"the server's timings {what}: is {url_of('')} a llama-server?")
 
 
-# ---------------------------------------------------------------------------- the slot
+# ---------------------------------------------------------------------------- what else is in a figure
+def note(kind, text, size=0.0):
+    """Keep a remark about the figures: of each kind, the largest."""
+    notes[kind] = max(notes.get(kind, (size, text)), (size, text))
 
 
-class SlotsUnknown(Failure):
-    """The server does not tell whether its slots are idle."""
+def look_back(answer, chunks):
+    """After a whole answer, note what else is in its figures: the server's own clock and its other slots tell."""
+    first, taken = answer.first_token_ms, answer.total_ms - answer.first_token_ms
+    prompt_ms, predicted_ms = answer.timings.get("prompt_ms"), answer.timings.get("predicted_ms")
+    late = first - prompt_ms if is_number(prompt_ms) else 0
+    if late > max(50, 0.1 * first):
+        causes = "another request in front of it (a queue), the network, a proxy, or a suspended process"
+        note("late", f"a first token came {late:.0f} ms later than the server's own clock explains: {causes}", late)
+    held = predicted_ms - taken if is_number(predicted_ms) else 0
+    at_once = not is_number(predicted_ms) and len(chunks) >= 8 and chunks[-1]["t_ms"] - chunks[0]["t_ms"] <= 1
+    if at_once or held > max(50, 0.1 * (held + taken)):
+        what = f"{held:.0f} of the {held + taken:.0f} ms that an answer took the server were held back"
+        what = f"all {len(chunks)} fragments came within 1 ms" if at_once else what
+        note("held", f"{what}: a proxy that buffers, the network, or a suspended process", held)
+    reasoning = chunks[0]["t_ms"] - first
+    if reasoning > 0:
+        note("reasoning", f"reasoning came first: {reasoning:.0f} ms of the first token's time", reasoning)
+    for pause in 0, 0.02:  # a slot may still be winding up
+        time.sleep(pause)
+        states = slots()
+        if len(states) == 1 or not any(state["is_processing"] for state in states):
+            return
+    note("shared", "another slot was busy after an answer, so its figure shared the machine: stop other requests")
 
 
-def slot_busy(seconds=None):
-    """Whether a slot of the server is processing a request, as /slots tells. Raises SlotsUnknown where it does not."""
-    status, body = get("/slots", seconds)
-    try:
-        states = [slot["is_processing"] for slot in json.loads(body)] if status == 200 else []
-    except (ValueError, RecursionError, TypeError, LookupError):
-        states = []
-    if not states or not all(isinstance(state, bool) for state in states):
-        what = f"{setting('VOICE_LLM_URL')}/slots answered {status}: {words(body)}, and not whether a slot is idle"
-        raise SlotsUnknown(f"{what}: start llama-server without --no-slots (old builds: with --slots)")
-    return any(states)
+# ---------------------------------------------------------------------------- the slots
+def slots(required=False):
+    """What /slots tells → [{"is_processing": bool, "id_task": int (not in old builds), …}, …].
+    Where it does not tell (--no-slots): [], with a note, or Failure if it is `required`."""
+    status, body = get("/slots")
+    with contextlib.suppress(ValueError, RecursionError, TypeError, LookupError):
+        states = json.loads(body)
+        if status == 200 and states and all(isinstance(state["is_processing"], bool) for state in states):
+            return states
+    why = said("/slots", f"answered {status}, not whether a slot is idle", body, status)
+    if required:
+        raise Failure(why)
+    note("slots", f"nobody knows whether the server was idle: {why}")
+    return []
 
 
-def wait_idle(required=False, steady=0.0):
-    """Wait until no slot of the server is processing, and none is for `steady` seconds more: someone
-    else's request must not count as ours → the clock() at which they were first seen idle.
-
-    Where the server does not tell (--no-slots), returns at once or, with `required`, raises SlotsUnknown.
-    Raises Failure where the slot is still busy after VOICE_LLM_TIMEOUT.
-    """
-    begin, limit, said, idle_since = clock(), timeout(), False, None
-    while True:
-        try:
-            busy = slot_busy(max(limit - (clock() - begin), 0.5))
-        except SlotsUnknown:
-            if required:
-                raise
-            return clock()
-        now = clock()
-        if busy:
-            idle_since = None
-        elif idle_since is None:
-            idle_since = now
-        if idle_since is not None and now - idle_since >= steady:
-            return idle_since
-        waited = now - begin
-        if busy and waited > limit:
+def wait_idle(required=False):
+    """Wait until no slot is processing: someone else's request must not be in the figure. Raises Failure where
+    that takes longer than VOICE_LLM_TIMEOUT. `required`: see slots()."""
+    begin, limit, told = clock(), timeout(), False
+    while any(state["is_processing"] for state in slots(required)):
+        waited = clock() - begin
+        if waited > limit:
             raise Failure(f"the slot is still busy after {limit:g} s: stop the other request, or restart the server")
-        if busy and waited > 0.5 and not said:
-            said = True
+        if waited > 0.5 and not told:
+            told = True
             say("the server's slot is busy: waiting until it is idle")
-        time.sleep(0.003)
+        # llama-server abandons a prompt whose caller has left only after a second in which it answers
+        # nobody, and an answer to /slots counts: whoever asks more often keeps the prompt alive.
+        time.sleep(0.003 if waited < 0.5 else min(1.5, max(limit - waited, 0.003)))
 
 
-# ---------------------------------------------------------------------------- files, terminal, edge
-
-
+# ---------------------------------------------------------------------------- files and terminal
 def out(name=""):
     """The path of `name` in the folder of the results."""
     return os.path.join(setting("VOICE_LLM_OUT"), name)
@@ -482,208 +476,164 @@ def make_out():
     """Make the folder of the results: better to fail before the measurement than after it."""
     try:
         os.makedirs(out(), exist_ok=True)
-        if os.access(out(), os.W_OK | os.X_OK):
-            return
-        error = "permission denied"
-    except OSError as reason:
-        error = reason.strerror
-    raise Failure(f"can't write into the folder {out()} ({error}): set VOICE_LLM_OUT to another one")
-
-
-_writing = threading.Lock()  # held while files are written: a signal waits until all are, or none is
-_stopped = []  # the signal that waits
+        if not os.access(out(), os.W_OK | os.X_OK):
+            raise PermissionError("permission denied")
+    except (OSError, ValueError) as error:
+        raise Failure(f"can't write into {out()} ({error_words(error)}): set VOICE_LLM_OUT to another folder") from None
 
 
 def save(files):
-    """Write `files`, {path: content}, all or none; nobody ever sees half of one.
-
-    Content is bytes, or what becomes indented JSON. Raises Failure where it can't be written.
-    """
-    temporary = {}
-    with _writing:
-        try:
-            for path, content in files.items():
-                if not isinstance(content, bytes):
-                    content = to_json(content, indent=2) + b"\n"
-                if os.path.isdir(path):
-                    raise IsADirectoryError(None, "is a directory", path)
-                with open(f"{path}.{os.getpid()}.tmp", "xb") as file:
-                    temporary[path] = file.name
-                    file.write(content)
-            for path in files:
-                os.replace(temporary[path], path)
-                del temporary[path]
-        except OSError as error:
-            what = f"can't write {path} ({error.strerror})"
-            raise Failure(f"{what}: make room and make it writable, or set VOICE_LLM_OUT") from None
-        finally:
-            for name in temporary.values():
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-    if _stopped:
-        sys.exit(128 + _stopped[0])
-
-
-@contextlib.contextmanager
-def reading(path, what_to_do):
-    """Turn what goes wrong while `path` is read as UTF-8 into a Failure that names it."""
+    """Write `files`, {path: content}: bytes, or what becomes indented JSON. Nobody ever sees half of a file.
+    Raises Failure where one can't be written; then all are as they were."""
+    temporary = {path: f"{path}.{os.getpid()}.tmp" for path in files}
     try:
-        yield
+        for path, content in files.items():
+            if os.path.isdir(path):
+                raise IsADirectoryError("is a directory")
+            with open(temporary[path], "wb") as file:
+                file.write(content if isinstance(content, bytes) else to_json(content, indent=2) + b"\n")
+        for path, name in temporary.items():
+            os.replace(name, path)
     except OSError as error:
-        raise Failure(f"can't read {path} ({error.strerror}): {what_to_do}") from None
-    except UnicodeDecodeError as error:
-        raise Failure(f"{path} is not UTF-8 (byte {error.start}): {what_to_do}") from None
+        what = f"can't write {path} ({error_words(error)}): make room, make it writable, or set VOICE_LLM_OUT"
+        raise Failure(what) from None
+    finally:
+        for name in temporary.values():
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 def to_json(value, indent=None):
-    """`value` as UTF-8 JSON. Half a surrogate pair, which UTF-8 can't hold, stays the escape that it came as."""
+    """`value` as JSON in UTF-8. Half a surrogate pair, which UTF-8 can't hold, is written as \\ud83d."""
     return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
-def visible(text):
+def printable(text):
     """`text` with everything that could steer a terminal (escapes, line ends, bidi marks) as \\x1b, \\n …"""
+    with contextlib.suppress(UnicodeEncodeError):  # a path as Python holds it where the locale is ASCII
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def say(text):
-    """Tell on stderr what is going on. Where that is full or gone, the measurement goes on."""
+def say(text, end="\n"):
+    """Tell on stderr what is going on, whether or not somebody can read it. With another `end`, the line stays open."""
+    say.open = end != "\n"
     try:
-        print(text, file=sys.stderr, flush=True)
+        if sys.stderr:
+            print(printable(text), end=end, file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def command_line(doc, argv=None, **flags):
-    """Parse a script's options → argparse.Namespace.
+def write_result(name, result, table):
+    """Save a step's `result` and print its `table`, unless the terminal has had its figures already, as progress."""
+    save({out(name): result})
+    if not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)):
+        print("\n".join(table))
+    print(f"wrote {printable(out(name))}", flush=True)
+    if os.path.exists(out("report.json")) and not os.environ.get("VOICE_LLM_RUN_ALL"):
+        note("report", "report.json still has the earlier figures: run report.py")
 
-    `doc` is the script's manual, `flags` are {option: help}, or {option: (what it takes, help)}.
-    """
-    table = "\n".join(
-        f"  {name:18} {what}\n{'':20} default {default}" + f", now {setting(name)}" * (setting(name) != default)
-        for name, (default, what) in SETTINGS.items()
-    )
-    parser = argparse.ArgumentParser(
-        description=doc,
-        epilog="settings, from the environment:\n" + table,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for flag, text in flags.items():
-        option = "--" + flag.replace("_", "-")
-        if isinstance(text, tuple):
-            parser.add_argument(option, metavar=text[0], help=text[1])
-        else:
-            parser.add_argument(option, action="store_true", help=text)
-    return parser.parse_args(argv)
+
+def parser(doc):
+    """The argparse parser of a script. `doc` is the script's manual."""
+    lines = ["settings, from the environment:"]
+    for name, (default, what) in SETTINGS.items():
+        lines += [f"  {name:18} {what}", f"{'':20} default {default or 'as in the lab'}"]
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, epilog="\n".join(lines), formatter_class=form, allow_abbrev=False)
 
 
 def run(main):
-    """The edge of every script: run `main`; a Failure is one line on stderr and exit status 1.
+    """Run a script's `main`. A Failure becomes one line on stderr and exit status 1; Ctrl-C and SIGTERM close
+    the connection and exit with 130 and 143."""
 
-    Ctrl-C and SIGTERM exit with 130 and 143; they unwind the `with` that closes the connection.
-    """
+    stopping = []  # a second Ctrl-C must not interrupt the cleaning up
 
     def stop(signum, frame):
-        heed(signal.SIG_IGN)  # a second Ctrl-C must not break into the cleaning up
-        _stopped.append(signum)
-        if not _writing.locked():
+        if not stopping:
+            stopping.append(signum)
             sys.exit(128 + signum)
 
-    def heed(handler):
-        signal.signal(signal.SIGINT, handler)
-        signal.signal(signal.SIGTERM, handler)
-
-    heed(stop)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    script = os.path.basename(sys.argv[0])
     try:
         if sys.stdout:
             sys.stdout.reconfigure(errors="backslashreplace")
         main()
         print(end="", flush=True)
+        for _, text in notes.values():
+            say(f"note: {text}")
+        return
     except Failure as failure:
-        say(f"{os.path.basename(sys.argv[0])}: {visible(str(failure))[:1000]}")
-        sys.exit(1)
-    except MemoryError:
-        say(f"{os.path.basename(sys.argv[0])}: out of memory: what the server or a file sent was too much")
-        sys.exit(1)
-    except OSError as error:  # only the terminal, or the pipe in its place, is left to raise this
+        if getattr(say, "open", False):
+            say("")
+        say(f"{script}: {failure}"[:1000])
+    except OSError as error:  # only printing is left to raise this
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):  # `| head` has what it wants
-            say(f"{os.path.basename(sys.argv[0])}: can't print the result ({error.strerror})")
-        sys.exit(1)
-    finally:
-        heed(signal.SIG_IGN)
+            say(f"{script}: can't print the result ({error_words(error)}): look at where stdout goes")
+    finally:  # a signal must not break into Python's own end either
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    sys.exit(1)
 
 
 # ---------------------------------------------------------------------------- steps 1 and 2
-
-
 def server():
-    """Wait until /health answers 200 → (body of /health, body of /props), bytes.
-
-    A server that is loading its model answers 503 until it is ready. Raises Failure where nothing
-    listens, where it is not ready after VOICE_LLM_TIMEOUT, or where it is no llama-server.
-    """
-    address()  # one that is no URL does not get better by waiting
-    begin, said = clock(), False
-    patience = min(timeout(), 30 if shutil.which("voice-llm") else 2)  # a server that was just started
-    while True:
+    """Wait until the server is ready → [body of /health, body of /props], bytes. Raises Failure where it does
+    not listen, is still loading its model (503) after VOICE_LLM_TIMEOUT, or is not a llama-server."""
+    address()  # one that is not a URL does not get better by waiting
+    begin, limit = clock(), timeout()
+    for attempt in itertools.count():
         try:
-            status, _ = get("/health", min(timeout(), 5))
-        except Failure:
-            if clock() - begin > patience:
-                raise
-            status = None
-        if status not in (None, 503):
-            break
-        if clock() - begin > timeout():
-            raise Failure(f"the server is still loading after {timeout():g} s: look at its log")
-        if not said:
-            said = True
+            status, body = get("/health", min(limit, 5))
+            if status != 503 or b"loading" not in body.lower():
+                break
+            patience, why = limit, Failure(f"the server is still loading its model after {limit:g} s: look at its log")
+        except Failure as failure:  # one that was just started does not listen yet
+            patience, why = min(limit, 4), failure
+        if clock() - begin > patience:
+            raise why
+        if attempt == 0:
             say("the server is not ready yet: waiting")
         time.sleep(0.2)
-    bodies = []
-    for path in "/health", "/props":
-        status, body = get(path)
-        try:
-            ok = status == 200 and isinstance(json.loads(body), dict)
-        except (ValueError, RecursionError):
-            ok = False
-        if not ok:
-            raise Failure(f"{setting('VOICE_LLM_URL')}{path} answered {status}: {words(body)}: is this a llama-server?")
-        bodies.append(body)
-    return tuple(bodies)
+    answers = {path: get(path) for path in ("/health", "/props")}
+    for path, (status, body) in answers.items():
+        with contextlib.suppress(ValueError, RecursionError):
+            if status == 200 and isinstance(json.loads(body), dict):
+                continue
+        raise Failure(said(path, f"answered {status}", body, status))
+    return [body for _, body in answers.values()]
 
 
-def show(texts):
-    """Print what comes in the queue `texts`, until None; in a thread, so that a stalled terminal stops no clock."""
-    with contextlib.suppress(OSError):  # the main thread's next print meets it too
-        for text in iter(texts.get, None):
-            print(visible(text), end="", flush=True)
-
-
-def main(argv=None):
-    options = command_line(__doc__, argv, server="do step 1 instead")
-    make_out()
-    if options.server:
-        health, props = server()
-        save({out("health.json"): health, out("props.json"): props})
-        print(f"ready: wrote {out('health.json')} and {out('props.json')}")
+def main():
+    options = parser(__doc__)
+    options.add_argument("--server", action="store_true", help="do step 1 instead")
+    if options.parse_args().server:
+        make_out()
+        save(dict(zip((out("health.json"), out("props.json")), server())))
+        print(f"ready: wrote {printable(out('health.json'))} and {printable(out('props.json'))}")
         return
-    say(f"asking: {QUESTION}")
+    messages = chat(system_prompt(SYSTEM), setting("VOICE_LLM_QUESTION") or QUESTION)
+    make_out()
     wait_idle()
-    raw, chunks, texts = io.BytesIO(), [], queue.SimpleQueue()
-    screen = threading.Thread(target=show, args=(texts,), daemon=True)
-    screen.start()
-    with Answer(chat(SYSTEM, QUESTION), raw_out=raw) as answer:
-        for chunk in answer:
-            chunks.append(chunk)
-            texts.put(chunk["text"])
+    say(f"asking: {messages[1]['content']}")
+    raw, chunks = io.BytesIO(), []
+    screen = concurrent.futures.ThreadPoolExecutor(1)  # in a thread, a stalled terminal stops no clock
+    try:
+        with screen, Answer(messages, cache_prompt=False, raw_out=raw) as answer:
+            for chunk in answer:
+                chunks.append(chunk)
+                screen.submit(print, printable(chunk["text"]), end="", flush=True)
+    finally:
+        print()  # the line of the answer, also of half of one, ends here
+    look_back(answer, chunks)
     lines = b"".join(to_json(chunk) + b"\n" for chunk in chunks)
     save({out("sse_raw.txt"): raw.getvalue(), out("chunks.jsonl"): lines})
-    texts.put(None)
-    screen.join()
-    print(f"\nfirst token {chunks[0]['t_ms']:.1f} ms, whole answer {answer.total_ms:.1f} ms, {len(chunks)} fragments")
-    print(f"wrote {out('sse_raw.txt')} and {out('chunks.jsonl')}")
+    raw_path, chunks_path = printable(out("sse_raw.txt")), printable(out("chunks.jsonl"))
+    times = f"first token {chunks[0]['t_ms']:.1f} ms, whole answer {answer.total_ms:.1f} ms"
+    print(f"{times}, {count(len(chunks), 'fragment')}\nwrote {raw_path} and {chunks_path}")
 
 
 if __name__ == "__main__":
