@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Step 8: the key figures in one file, and a picture of where the time goes.
 
-Reads what the five measurements wrote, asks no server, and writes report.json, seven keys:
+Reads what the five measurements wrote, asks no server, and writes report.json:
 
   ttft_p50_ms, total_p50_ms        from ttft.json
   ttft_12docs_ms, prompt_n_12docs  from the last of prefill.json
@@ -9,9 +9,9 @@ Reads what the five measurements wrote, asks no server, and writes report.json, 
   first_sentence_ms                from sentence.json
   cancel_idle_ms                   from cancel.json, slot_idle_after_ms
 
-Then it prints every figure with a bar on one common scale, and the relations that must hold within
-one run, each with its two figures. One that FAILS makes the exit status 1: its line names the step
-to run again. What --changed-suffix and --during-prefill measured is shown where it is there.
+Then it prints every time with a bar on one scale, and how many checks hold:
+what must be so within one run. A check that FAILS is listed with its two
+figures, and makes the exit status 1. UNSTEADY marks times that vary too much.
 """
 
 import json
@@ -19,171 +19,178 @@ import os
 import shutil
 import sys
 import textwrap
+from collections import namedtuple
 
 import sse
+from measure_cancel import CUT
+from measure_prefill import COUNTS
+from measure_ttft import RUNS, median
 
-# What each file must hold: float is a number from 0 up, str a text.
-RUN = {"ttft_ms": float, "total_ms": float, "tokens": float}
-ROW = {"docs": float, "prompt_n": float, "prompt_ms": float, "ttft_ms": float}
-REQUEST = {"prompt_n": float, "ttft_ms": float}
-CLOSE = {"received_tokens": float, "closed_at_ms": float, "slot_idle_after_ms": float}
-SHAPES = {
-    "ttft.json": {"runs": [RUN] * 5, "ttft_p50": float, "total_p50": float},
-    "prefill.json": [ROW] * 3,
-    "cache.json": {"first": REQUEST, "second": REQUEST, "changed_prefix": REQUEST},
-    "sentence.json": {
-        "ttft_ms": float,
-        "first_sentence_ms": float,
-        "total_ms": float,
-        "first_sentence": str,
-        "text": str,
-    },
-    "cancel.json": {"max_tokens": float, **CLOSE},
-}
-OPTIONAL = {"cancel_prefill.json": {"docs": float, **CLOSE}, "props.json": {}}
-# Rows of the picture that are not among the seven of report.json.
-MORE = [
-    "first token, 0 docs",
-    "first token, 4 docs",
-    "cache, first",
-    "cache, time at end",
-    "cache, time in front",
-    "stop during prefill",
-]
+NUMBER = float  # in a shape: a number from 0 up
 BLOCKS = " ▏▎▍▌▋▊▉█"
+FORMATS = {"ms": ".1f", "tokens": ".0f", "ms per token": ".2f"}  # of each unit
+
+
+def numbers(*keys):
+    return dict.fromkeys(keys, NUMBER)
+
+
+REQUEST = numbers("prompt_n", "ttft_ms")
+SHAPES = {  # what each file must hold; one with "?", file or key, may be missing
+    "ttft.json": {"runs": [numbers("ttft_ms", "total_ms", "tokens")] * RUNS, **numbers("ttft_p50", "total_p50")},
+    "prefill.json": [numbers("docs", "prompt_n", "prompt_ms", "ttft_ms")] * len(COUNTS),
+    "cache.json": {"first": REQUEST, "second": REQUEST, "changed_suffix?": REQUEST, "changed_prefix": REQUEST},
+    "sentence.json": {**numbers("ttft_ms", "first_sentence_ms", "total_ms"), "first_sentence": str, "text": str},
+    "cancel.json": numbers("max_tokens", "received_tokens", "closed_at_ms", "slot_idle_after_ms"),
+    "cancel_prefill.json?": numbers("docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"),
+    "props.json?": {},
+}
+
+# One figure: what it is called, its value, "ms", "tokens" or "ms per token", words that explain it, whether it can
+# be relied on, and its key in report.json, if it has one.
+Row = namedtuple("Row", "name value unit words steady key", defaults=("", True, ""))
+
+# What must hold within one run: the step it is about, a sentence, `left sign right`, and what a failure comes from,
+# where the figures tell.
+Check = namedtuple("Check", "step text left sign right cause", defaults=("",))
 
 
 # ---------------------------------------------------------------------------- the files
+def script_of(name):
+    """The script that writes the file `name`."""
+    others = {"cancel_prefill.json": "measure_cancel.py --during-prefill", "props.json": "sse.py --server"}
+    return others.get(name) or f"measure_{name[:-5]}.py"
 
 
 def load(folder):
-    """The results in `folder` → {"ttft": content of ttft.json, "prefill": …}; optional ones only where they are there.
+    """The results in `folder` → {"ttft": content of ttft.json, …}; optional files only where they are there.
 
-    Raises sse.Failure naming every missing file and the script that makes it, or the file and the
-    key that is not what it must be.
+    Raises sse.Failure naming every missing file and its script, or the file and the key that is not what it must be.
     """
-    here = {name for name in (*SHAPES, *OPTIONAL) if os.path.exists(os.path.join(folder, name))}
-    missing = [f"{name} (measure_{name[:-5]}.py makes it)" for name in SHAPES if name not in here]
+    missing = [name for name in SHAPES if not name.endswith("?") and not os.path.exists(os.path.join(folder, name))]
     if missing:
-        raise sse.Failure(f"missing in {folder}: {', '.join(missing)}")
+        fake = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fake-results")
+        what = f"missing in {folder}" if os.path.isdir(folder) else f"there is no folder {folder} with results"
+        names = ", ".join(f"{name} ({script_of(name)} makes it)" for name in missing)
+        other = f"; the simulated ones are in {fake}" if os.path.isdir(fake) else ""
+        raise sse.Failure(f"{what}: {names}: run these, or set VOICE_LLM_OUT to the folder of the results{other}")
     results = {}
-    for name in sorted(here):
-        path = os.path.join(folder, name)
-        with sse.reading(path, "make it readable"), open(path, "rb") as file:
-            data = file.read()
+    for name, shape in SHAPES.items():
+        path, again = os.path.join(folder, name.rstrip("?")), f"run {script_of(name.rstrip('?'))} again"
+        if not os.path.exists(path):
+            continue
         try:
-            content = json.loads(data.decode("utf-8-sig"))
+            with open(path, encoding="utf-8-sig") as file:
+                content = json.load(file)
+        except OSError as error:
+            raise sse.Failure(f"can't read {path} ({error.strerror}): make it readable") from None
         except (ValueError, RecursionError):
-            raise sse.Failure(f"{path} is not JSON: run the step that makes it again") from None
-        check(content, {**SHAPES, **OPTIONAL}[name], path + ":")
-        results[name[:-5]] = content
-    if "changed_suffix" in results["cache"]:
-        check(results["cache"]["changed_suffix"], REQUEST, os.path.join(folder, "cache.json: changed_suffix"))
+            raise sse.Failure(f"{path} is not JSON: {again}") from None
+        wrong = mismatch(content, shape)
+        if wrong:
+            raise sse.Failure(f"{path}: {wrong}: {again}")
+        results[os.path.basename(path)[:-5]] = content
     docs = [row["docs"] for row in results["prefill"]]
-    if docs != [0, 4, 12]:
-        raise sse.Failure(f"{os.path.join(folder, 'prefill.json')}: docs is {docs}, and not [0, 4, 12]")
+    if docs != list(COUNTS):
+        raise sse.Failure(f"{folder}/prefill.json: docs is {docs}, not {list(COUNTS)}: run measure_prefill.py again")
     return results
+
+
+def mismatch(value, shape, where=""):
+    """What of `value` is not as `shape` says, "" where all is. `where`: the keys that lead to it."""
+    inner = []
+    if shape in (NUMBER, str):
+        number = shape is NUMBER
+        ok, kind = (sse.is_number(value), "a number from 0 up") if number else (isinstance(value, str), "a text")
+    elif isinstance(shape, list):
+        ok, kind = isinstance(value, list) and len(value) == len(shape), f"a list of {len(shape)}"
+        inner = [(item, shape[0], f"{where}[{index}]") for index, item in enumerate(value)] if ok else []
+    else:
+        ok, kind = isinstance(value, dict), "an object"
+        keys = [key.rstrip("?") for key in shape if not key.endswith("?") or key[:-1] in value] if ok else []
+        inner = [(value.get(key), shape.get(key) or shape[f"{key}?"], f"{where} {key}".strip()) for key in keys]
+    if not ok:
+        what = "is missing or null" if value is None else f"is {value!r:.40}, not {kind}"
+        return f"{where} {what}".strip()
+    return next(filter(None, (mismatch(*item) for item in inner)), "")
 
 
 def age(folder):
     """A line that asks whether the files are of one run, where they were written far apart; "" where not."""
-    paths = [os.path.join(folder, name) for name in (*SHAPES, *OPTIONAL)]
-    times = {os.path.getmtime(path): os.path.basename(path) for path in paths if os.path.exists(path)}
-    minutes = (max(times) - min(times)) / 60
-    if minutes < 10:
-        return ""
-    return f"{times[min(times)]} is {minutes:.0f} minutes older than {times[max(times)]}: are they of one run?\n"
+    paths = [os.path.join(folder, name.rstrip("?")) for name in SHAPES]
+    times = sorted((os.path.getmtime(path), os.path.basename(path)) for path in paths if os.path.exists(path))
+    (oldest, old), (newest, new) = times[0], times[-1]
+    minutes = (newest - oldest) / 60
+    return f"{old} is {minutes:.0f} minutes older than {new}: are they of one run?" if minutes >= 10 else ""
 
 
-def check(value, shape, where):
-    """Raise sse.Failure, naming `where`, unless `value` is of `shape`."""
-    if shape is float:
-        sse.number(value, where)
-    elif shape is str:
-        if not isinstance(value, str):
-            raise sse.Failure(f"{where} is {'missing' if value is None else repr(value)[:40]}, and not a text")
-    elif isinstance(shape, list):
-        if not isinstance(value, list) or len(value) != len(shape):
-            raise sse.Failure(f"{where} is not a list of {len(shape)}")
-        for index, item in enumerate(value):
-            check(item, shape[index], f"{where}[{index}]")
-    else:
-        if not isinstance(value, dict):
-            raise sse.Failure(f"{where} is not an object")
-        for key in shape:
-            check(value.get(key), shape[key], f"{where} {key}")
-
-
-def figures(results):
-    """The content of report.json."""
-    return {
-        "ttft_p50_ms": results["ttft"]["ttft_p50"],
-        "total_p50_ms": results["ttft"]["total_p50"],
-        "ttft_12docs_ms": results["prefill"][-1]["ttft_ms"],
-        "prompt_n_12docs": results["prefill"][-1]["prompt_n"],
-        "cache_ttft_ms": results["cache"]["second"]["ttft_ms"],
-        "first_sentence_ms": results["sentence"]["first_sentence_ms"],
-        "cancel_idle_ms": results["cancel"]["slot_idle_after_ms"],
-    }
-
-
-# ---------------------------------------------------------------------------- the picture
-
-
-def heading(results):
-    """What was measured, as far as props.json tells: model, context, slots, build."""
+def identity(results):
+    """What was measured, as far as props.json tells → {"model": text, "context": "context 4096", …}."""
     props = results.get("props", {})
     settings = props.get("default_generation_settings")
-    model, alias = (os.path.basename(str(props.get(key, ""))) for key in ("model_path", "model_alias"))
-    known = {
-        "": (model or "a model that props.json does not name") + (f" ({alias})" if alias not in ("", model) else ""),
-        "context ": settings.get("n_ctx") if isinstance(settings, dict) else None,
-        "slots ": props.get("total_slots"),
-        "build ": props.get("build_info"),
+    model, alias = (os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias"))
+    found = {
+        "model": (model or alias or "a model not named in props.json")
+        + f" ({alias})" * bool(model and alias not in ("", model)),
+        "context": settings.get("n_ctx") if isinstance(settings, dict) else None,
+        "slots": props.get("total_slots"),
+        "build": props.get("build_info"),
     }
-    return ", ".join(sse.visible(f"{name}{value}") for name, value in known.items() if value)
+    return {key: str(value) if key == "model" else f"{key} {value}" for key, value in found.items() if value}
 
 
-def unsteady(results, key):
-    """Whether the five runs spread more than twofold: their p50 may be another one next time."""
-    times = [run[key] for run in results["ttft"]["runs"]]
-    return max(times) > 2 * min(times)
-
-
+# ---------------------------------------------------------------------------- the figures
 def rows(results):
-    """Every time worth a bar → [(name, ms, words that explain it), …]."""
-    cache, sentence, cancel = results["cache"], results["sentence"], results["cancel"]
+    """Every figure → [Row, …], in the order in which they are shown."""
+    ttft, prefill, cache = results["ttft"], results["prefill"], results["cache"]
+    sentence, cancel, early = results["sentence"], results["cancel"], results.get("cancel_prefill")
     table = []
+
     for name, key in ("first token", "ttft"), ("whole answer", "total"):
-        times = sorted(run[f"{key}_ms"] for run in results["ttft"]["runs"])
-        words = f"short prompt: p50 of 5, {times[0]:.1f} to {times[-1]:.1f}"
-        if unsteady(results, f"{key}_ms"):
-            words += ", UNSTEADY: measure again on an idle machine"
-        table.append((name, results["ttft"][f"{key}_p50"], words))
-    for row in results["prefill"]:
-        each, share = row["prompt_ms"] / max(row["prompt_n"], 1), row["prompt_ms"] / max(row["ttft_ms"], 0.001)
-        words = f"{row['prompt_n']} tokens at {each:.2f} ms, prefill {share:.0%}"
-        table.append((f"first token, {row['docs']} docs", row["ttft_ms"], words))
+        times = sorted(run[f"{key}_ms"] for run in ttft["runs"])
+        words = f"p50 of {RUNS}, {times[0]:.1f} to {times[-1]:.1f}"
+        table.append(Row(name, ttft[f"{key}_p50"], "ms", words, times[-1] <= 2 * times[0], f"{key}_p50_ms"))
+
+    # Cold prompts of one run should cost the same for each token; each was measured only once.
+    cold = {"12 docs": prefill[-1], "cache, first": cache["first"], "cache, clock first": cache["changed_prefix"]}
+    each = {name: row["ttft_ms"] / max(row["prompt_n"], 1) for name, row in cold.items()}
+    steady = max(each.values()) <= 1.5 * min(each.values())
+
+    for row in prefill:
+        name, last = f"{row['docs']} docs", row is prefill[-1]
+        per_token, share = row["prompt_ms"] / max(row["prompt_n"], 1), row["prompt_ms"] / max(row["ttft_ms"], 0.001)
+        words = f"{row['prompt_n']} tokens at {per_token:.2f} ms, prefill {share:.0%}"
+        key = "ttft_12docs_ms" if last else ""
+        table.append(Row(f"first token, {name}", row["ttft_ms"], "ms", words, steady or not last, key))
+        table.append(Row(f"tokens, {name}", row["prompt_n"], "tokens", key="prompt_n_12docs" if last else ""))
+
     for name, key in (
         ("cache, first", "first"),
         ("cache, same again", "second"),
-        ("cache, time at end", "changed_suffix"),
-        ("cache, time in front", "changed_prefix"),
+        ("cache, clock last", "changed_suffix"),
+        ("cache, clock first", "changed_prefix"),
     ):
         if key in cache:
-            words = f"{cache[key]['prompt_n']} token{'s' * (cache[key]['prompt_n'] != 1)} computed"
-            if key != "first":
-                words += f" (first: {cache['first']['prompt_n']})"
-            table.append((name, cache[key]["ttft_ms"], words))
+            words = f"{sse.count(cache[key]['prompt_n'], 'token')} computed"
+            words += f" (first: {cache['first']['prompt_n']})" if key != "first" else ""
+            report_key = "cache_ttft_ms" if key == "second" else ""
+            table.append(Row(name, cache[key]["ttft_ms"], "ms", words, steady or name not in cold, report_key))
+            table.append(Row(f"tokens, {name}", cache[key]["prompt_n"], "tokens"))
+
     after = sentence["first_sentence_ms"] - sentence["ttft_ms"]
-    table.append(("first sentence", sentence["first_sentence_ms"], f"speech starts; {after:.1f} after first token"))
-    words = f"closed at {cancel['closed_at_ms']:.1f}, {cancel['received_tokens']} fragments received"
-    table.append(("stop after hang-up", cancel["slot_idle_after_ms"], words))
-    if "cancel_prefill" in results:
-        early = results["cancel_prefill"]
-        words = f"closed at {early['closed_at_ms']:.1f}, prompt of {early['docs']} docs"
-        table.append(("stop during prefill", early["slot_idle_after_ms"], words))
-    return table
+    words = f"speech starts; {after:.1f} after first token"
+    table.append(Row("first sentence", sentence["first_sentence_ms"], "ms", words, key="first_sentence_ms"))
+    words = f"closed at {cancel['closed_at_ms']:.1f}, {sse.count(cancel['received_tokens'], 'fragment')} received"
+    table.append(Row("stop after hang-up", cancel["slot_idle_after_ms"], "ms", words, key="cancel_idle_ms"))
+    if early:
+        words = f"hang-up in prefill; its own: {early['next_prompt_ms']:.1f}"
+        table.append(Row("next caller waits", early["next_ttft_ms"], "ms", words))
+    return table + [Row(f"ms per token, {name}", cost, "ms per token", "", steady) for name, cost in each.items()]
+
+
+def figures(table):
+    """The content of report.json."""
+    return {row.key: row.value for row in table if row.key}
 
 
 def bar(length, unicode):
@@ -195,111 +202,171 @@ def bar(length, unicode):
 
 
 def picture(table, width, unicode):
-    """`table` as aligned lines of at most `width` columns: name, ms, bar, words (below, where it is narrow)."""
-    name_width = max(len(name) for name, _, _ in table)
+    """The times of `table` as aligned lines of at most `width` columns: name, ms, bar, words (below, if narrow)."""
+    times = [row for row in table if row.unit == "ms"]
+    name_width = max(len(row.name) for row in times)
     bar_width = max(4, min(24, width - name_width - 52))
     left = name_width + 14 + bar_width
     beside = width - left >= 24
-    scale = bar_width / max(max(ms for _, ms, _ in table), 0.001)
+    scale = bar_width / max(max(row.value for row in times), 0.001)
     lines = []
-    for name, ms, words in table:
-        start = f"{name:{name_width}} {ms:8.1f} ms {bar(ms * scale, unicode)}"
-        wrapped = textwrap.wrap(words, width - left if beside else width - 2)
-        if not beside:
-            lines += [start, *("  " + line for line in wrapped)]
-            continue
-        for text, line in zip([start, *[""] * len(wrapped)], wrapped):
-            lines.append(f"{text:{left}}{line}")
+    for row in times:
+        start = f"{row.name:{name_width}} {row.value:8.1f} ms {bar(row.value * scale, unicode)}"
+        wrapped = textwrap.wrap(row.words + ", UNSTEADY" * (not row.steady), width - left if beside else width - 2)
+        if beside:
+            lines += [f"{text:{left}}{line}" for text, line in zip([start, *[""] * len(wrapped)], wrapped)]
+        else:
+            lines += [start, *(f"  {line}" for line in wrapped)]
+    if not all(row.steady for row in times):
+        lines += textwrap.wrap("Rows that are marked vary too much: measure again on an idle machine.", width)
     return lines
 
 
 # ---------------------------------------------------------------------------- what must hold
-
-
-def relations(results):
-    """What must hold within one run → [(the step it is about, the sentence, left, sign, right), …]."""
+def checks(results):
+    """What must hold within one run → [Check, …]."""
     runs, (none, four, twelve), cache = results["ttft"]["runs"], results["prefill"], results["cache"]
     sentence, cancel = results["sentence"], results["cancel"]
     first, second, prefix = cache["first"], cache["second"], cache["changed_prefix"]
     closest = min(runs, key=lambda run: run["total_ms"] - run["ttft_ms"])
+    ttft_p50, total_p50 = (median([run[key] for run in runs]) for key in ("ttft_ms", "total_ms"))
     length = len(sentence["first_sentence"])
     same = length if sentence["text"].startswith(sentence["first_sentence"]) else 0
+    received, closed_ms = cancel["received_tokens"], cancel["closed_at_ms"]
+    rest_ms = (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
+    empty = "the documents add no tokens: look into VOICE_LLM_KB"
+    kept = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
+    unused = "second reused nothing: the model (sliding window, recurrent memory: --swa-full helps some) or a flag of "
+    unused = unused + "llama-server (--no-cache-prompt)" if second["prompt_n"] >= 0.9 * first["prompt_n"] else ""
+    on = "the server may have gone on to the end, as behind a relay that swallows a hang-up: ask llama-server itself"
     return [
-        ("ttft", "the first token comes before the end, in every run", closest["ttft_ms"], "<", closest["total_ms"]),
-        ("prefill", "4 documents are more tokens than none", none["prompt_n"], "<", four["prompt_n"]),
-        ("prefill", "12 documents are more tokens than 4", four["prompt_n"], "<", twelve["prompt_n"]),
-        ("prefill", "4 documents delay the first token", none["ttft_ms"], "<", four["ttft_ms"]),
-        ("prefill", "12 documents delay it more", four["ttft_ms"], "<", twelve["ttft_ms"]),
-        ("prefill", "no documents: prefill is over at the first token", none["prompt_ms"], "<=", none["ttft_ms"]),
-        ("prefill", "4 documents: prefill is over at the first token", four["prompt_ms"], "<=", four["ttft_ms"]),
-        ("prefill", "12 documents: prefill is over at the first token", twelve["prompt_ms"], "<=", twelve["ttft_ms"]),
-        ("cache", "a hit computes fewer tokens than first", second["prompt_n"], "<", first["prompt_n"]),
-        ("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"]),
-        ("cache", "changed prefix: 0.9 of first is computed again", 0.9 * first["prompt_n"], "<=", prefix["prompt_n"]),
-        ("cache", "changed prefix: slower than a hit", second["ttft_ms"], "<", prefix["ttft_ms"]),
-        ("sentence", "first token, then first sentence", sentence["ttft_ms"], "<=", sentence["first_sentence_ms"]),
-        ("sentence", "first sentence, then the end", sentence["first_sentence_ms"], "<=", sentence["total_ms"]),
-        ("sentence", "the text starts with the sentence (characters)", same, "==", length),
-        ("cancel", "fragments came before the close", 0, "<", cancel["received_tokens"]),
-        ("cancel", "the close came before the last token", cancel["received_tokens"], "<", cancel["max_tokens"]),
-        ("cancel", "closed at 500 ms or later", 500, "<=", cancel["closed_at_ms"]),
+        Check(
+            "ttft", "the first token comes before the end, in every run", closest["ttft_ms"], "<", closest["total_ms"]
+        ),
+        Check("ttft", "ttft_p50 is the third of the five sorted runs", results["ttft"]["ttft_p50"], "==", ttft_p50),
+        Check("ttft", "total_p50 is the third of the five sorted runs", results["ttft"]["total_p50"], "==", total_p50),
+        Check("prefill", "4 documents are more tokens than none", none["prompt_n"], "<", four["prompt_n"], empty),
+        Check("prefill", "12 documents are more tokens than 4", four["prompt_n"], "<", twelve["prompt_n"], empty),
+        Check("prefill", "4 documents delay the first token", none["ttft_ms"], "<", four["ttft_ms"]),
+        Check("prefill", "12 documents delay it more", four["ttft_ms"], "<", twelve["ttft_ms"]),
+        Check("prefill", "no documents: prefill is over at the first token", none["prompt_ms"], "<=", none["ttft_ms"]),
+        Check("prefill", "4 documents: prefill is over at the first token", four["prompt_ms"], "<=", four["ttft_ms"]),
+        Check(
+            "prefill", "12 documents: prefill is over at the first token", twelve["prompt_ms"], "<=", twelve["ttft_ms"]
+        ),
+        Check("cache", "a hit computes fewer tokens than first", second["prompt_n"], "<", first["prompt_n"], unused),
+        Check("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], unused),
+        Check(
+            "cache",
+            "changed prefix: 0.9 of first is computed again",
+            0.9 * first["prompt_n"],
+            "<=",
+            prefix["prompt_n"],
+            kept,
+        ),
+        Check("cache", "changed prefix: slower than a hit", second["ttft_ms"], "<", prefix["ttft_ms"], unused),
+        Check("sentence", "first token, then first sentence", sentence["ttft_ms"], "<=", sentence["first_sentence_ms"]),
+        Check("sentence", "first sentence, then the end", sentence["first_sentence_ms"], "<=", sentence["total_ms"]),
+        Check("sentence", "the text starts with the sentence (characters)", same, "==", length),
+        Check("cancel", "fragments came before the close", 0, "<", received),
+        Check("cancel", "the close came before the last token", received, "<", cancel["max_tokens"]),
+        Check("cancel", "closed at 500 ms or later", CUT * 1000, "<=", closed_ms),
+        Check(
+            "cancel",
+            "idle before half of the rest was due",
+            cancel["slot_idle_after_ms"],
+            "<",
+            0.5 * rest_ms,
+            on if rest_ms else "",
+        ),
     ]
 
 
-def holds(left, sign, right):
-    return {"<": left < right, "<=": left <= right, "==": left == right}[sign]
+def holds(check):
+    """Whether `left sign right`."""
+    left, right = check.left, check.right
+    return {"<": left < right, "<=": left <= right, "==": left == right}[check.sign]
 
 
-# ---------------------------------------------------------------------------- two runs
-
-
-def comparison(old, new):
-    """The results of two runs → lines: each figure old, new, change in percent.
-
-    The seven of report.json first, then the others that both runs have.
-    """
-    pairs = {key: (value, figures(new)[key]) for key, value in figures(old).items()}
-    old_rows, new_rows = ({name: ms for name, ms, _ in rows(results)} for results in (old, new))
-    pairs.update((name, (old_rows[name], new_rows[name])) for name in MORE if name in old_rows and name in new_rows)
-    lines = [f"{'':20} {'old':>9} {'new':>9}   change"]
-    for name, (was, now) in pairs.items():
-        change = f"{(now - was) / was:+8.1%}" if was else "from 0"
-        runs = name.replace("_p50", "")
-        mark = "  UNSTEADY" * (runs != name and (unsteady(old, runs) or unsteady(new, runs)))
-        lines.append(f"{name:20} {was:9.1f} {now:9.1f} {change:>8}{mark}")
+def check_lines(table, width):
+    """A line for each check: ok or FAILS, the sentence, its two figures. Below a FAILS, the step to run again."""
+    lines = []
+    for check in table:
+        two = f"{round(check.left, 3):.10g} {check.sign} {round(check.right, 3):.10g}"
+        line = f"{'ok' if holds(check) else 'FAILS':6} {check.text:{51 if width >= 80 else 0}} {two}"
+        lines += textwrap.wrap(line, width, subsequent_indent=" " * 7)
+        lines += [] if holds(check) else [f"       run measure_{check.step}.py again"]
     return lines
 
 
-def main(argv=None):
-    options = sse.command_line(__doc__, argv, against=("DIR", "compare with the earlier results in DIR"))
-    results = load(sse.out())
+# ---------------------------------------------------------------------------- two runs
+def comparison(old, new, width):
+    """The rows of two runs as lines of at most `width` columns: old, new, change in percent; report.json's first."""
+    both = {}
+    for side, results in enumerate((old, new)):
+        for row in rows(results):
+            both.setdefault(row.name, [None, None])[side] = row
+    wide = width >= 78
+    lines = [f"{'':32} {'old':>12} {'new':>12}    change" if wide else "old, new, change"]
+    for name, (was, now) in sorted(both.items(), key=lambda item: not any(row and row.key for row in item[1])):
+        left, right = ("not measured" if row is None else f"{row.value:{FORMATS[row.unit]}}" for row in (was, now))
+        change = f"{now.value / was.value - 1:+.1%}" if was and now and was.value else "from 0" if was and now else ""
+        mark = "" if all(row is None or row.steady for row in (was, now)) else "UNSTEADY"
+        if wide:
+            lines.append(f"{name:32} {left:>12} {right:>12} {change:>9}  {mark}".rstrip())
+        else:
+            lines += [name, "  " + ", ".join(filter(None, (left, right, change, mark)))]
+    return lines
+
+
+def main():
+    options = sse.parser(__doc__)
+    options.add_argument("--checks", action="store_true", help="list all checks, not only those that FAIL")
+    options.add_argument("--against", metavar="DIR", help="compare with the earlier results in DIR")
+    options = options.parse_args()
     if options.against is not None and not os.path.isdir(options.against):
         raise sse.Failure(f"there is no folder {options.against!r} to compare with")
+    results = load(sse.out())
     old = load(options.against) if options.against else None
-    sse.save({sse.out("report.json"): figures(results)})
+    table = rows(results)
+    sse.save({sse.out("report.json"): figures(table)})
 
-    try:
-        BLOCKS.encode((sys.stdout and sys.stdout.encoding) or "ascii")
-        unicode = True
-    except UnicodeEncodeError:
-        unicode = False
-    width = max(36, shutil.get_terminal_size().columns)
-    print(textwrap.fill(f"Where the time goes: {heading(results)}", width))
-    print("\n".join(picture(rows(results), width, unicode)))
-    print(f"\n{age(sse.out())}what must hold within one run:")
-    failed = []
-    for step, text, left, sign, right in relations(results):
-        ok = holds(left, sign, right)
-        print(f"{'ok' if ok else 'FAILS':6} {text:51} {round(left, 3):.10g} {sign} {round(right, 3):.10g}")
-        if not ok and step not in failed:
-            failed.append(step)
+    width = max(40, shutil.get_terminal_size().columns)
+    encoding = (sys.stdout and sys.stdout.encoding) or "ascii"
+    unicode = BLOCKS.encode(encoding, "replace").decode(encoding) == BLOCKS
+    lines = []
+
+    def add(text, most=None):
+        lines.extend(
+            textwrap.wrap(sse.printable(text), width, max_lines=most, placeholder=" …", break_on_hyphens=False)
+        )
+
     if old:
-        print(f"\nold: {sse.visible(options.against)}: {heading(old)}")
-        print("\n".join(comparison(old, results)))
-    print(f"\nwrote {sse.out('report.json')}", flush=True)
+        was, now = identity(old), identity(results)
+        add(f"old: {options.against}: {', '.join(was.values())}")
+        add(f"new: {sse.out()}: {', '.join(now.values())}")
+        different = [key for key in ("model", "context", "slots", "build") if was.get(key) != now.get(key)]
+        if different:
+            add(f"NOT THE SAME: {', '.join(different)}. The changes are not the prompt's alone.")
+        lines += comparison(old, results, width)
+    else:
+        add(f"Where the time goes: {', '.join(identity(results).values())}", 2)
+        lines += picture(table, width, unicode)
+    lines.append("")
+    add(age(sse.out()))
+    must_hold = checks(results)
+    failed = [check for check in must_hold if not holds(check)]
+    add(f"{len(must_hold) - len(failed)} of {len(must_hold)} checks hold")
+    lines += check_lines(must_hold if options.checks else failed, width)
+    add(f"wrote {sse.out('report.json')}")
+    print("\n".join(lines), flush=True)
     if failed:
-        scripts = " and ".join(f"measure_{step}.py" for step in failed)
-        raise sse.Failure(f"what must hold does not (FAILS above): run {scripts} again, on an idle machine")
+        causes = "; ".join(dict.fromkeys(check.cause for check in failed if check.cause))
+        scripts = " and ".join(dict.fromkeys(f"measure_{check.step}.py" for check in failed))
+        what = f"{sse.count(len(failed), 'check')} FAIL{'S' * (len(failed) == 1)}"
+        if causes:
+            raise sse.Failure(f"{what}: {causes}. Then run {scripts} again, and report.py")
+        raise sse.Failure(f"{what}: run {scripts} again on an idle machine, then report.py")
 
 
 if __name__ == "__main__":
