@@ -8,7 +8,7 @@ them. For sse.stream, for a bare socket loop and for those of requests, httpx-ss
 that are installed (nothing is installed here), in turn over several rounds:
 
   lag   from the server's send to the reader's stamp, one fragment every 5 ms, like a model's tokens
-  cpu   processor time of the reader for a fragment, at full speed
+  cpu   processor time of the reader for a fragment, one every 0.1 ms
   ratio of that to the bare socket loop, which also parses the JSON
 
 The clocks of two processes are one where time.perf_counter is the system's monotonic clock (Linux, macOS).
@@ -38,6 +38,7 @@ EVENT = (
 )
 DONE = b"data: [DONE]\n\n"
 PACE = 0.005  # seconds
+GAP = 0.0001
 
 
 # ---------------------------------------------------------------------------- the server process
@@ -47,8 +48,12 @@ def chunk(data):
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
+def last(event):
+    return event.replace(b"null", b'"stop"', 1)
+
+
 def serve():
-    """Answer requests for ever: max_tokens fragments; paced, or at full speed where the question is "burst"."""
+    """Answer requests for ever: max_tokens fragments; paced, or every 0.1 ms where the question is "burst"."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     while True:
@@ -66,14 +71,18 @@ def serve():
             )
             count = request["max_tokens"]
             if request["messages"][0]["content"] == "burst":
-                block = chunk(EVENT % b" patient") * 100
-                for _ in range(count // 100):
-                    connection.sendall(block)
+                for i in range(count):  # one event a send, as servers send them, and none waits to be read
+                    until = time.perf_counter() + GAP
+                    while time.perf_counter() < until:
+                        pass
+                    event = EVENT % b" patient"
+                    connection.sendall(chunk(last(event) if i == count - 1 else event))
             else:
                 begin = time.perf_counter()
                 for i in range(count):
                     time.sleep(max(0, begin + i * PACE - time.perf_counter()))
-                    connection.sendall(chunk(EVENT % b"%.9f" % time.perf_counter()))
+                    event = EVENT % b"%.9f" % time.perf_counter()
+                    connection.sendall(chunk(last(event) if i == count - 1 else event))
             connection.sendall(chunk(DONE) + b"0\r\n\r\n")
 
 
@@ -214,7 +223,7 @@ def main():
             print(f"round {number} of {options.rounds}", file=sys.stderr)
             for name, read in readers.items():
                 lags[name] += lag_us(read, port, 200)
-                cpus[name].append(cpu_us(read, port, 20_000))
+                cpus[name].append(cpu_us(read, port, 5_000))
     print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"{'reader':24} {'lag p50':>10} {'lag p99':>10} {'cpu':>10} {'ratio':>7}")
     bare = min(cpus["bare socket loop"])

@@ -1,6 +1,5 @@
 """What the tests share: a fake server, and the scripts run as a user runs them."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -17,13 +16,20 @@ TOP = TESTS.parent
 # Where the tests run in the background, Ctrl-C is ignored, and every script would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 FAST = {"prompt_ms": 0.02, "token_ms": 1.0}
+STEPS = {
+    "sse.py": "chunks.jsonl",
+    "measure_ttft.py": "ttft.json",
+    "measure_prefill.py": "prefill.json",
+    "measure_cache.py": "cache.json",
+    "measure_sentence.py": "sentence.json",
+    "measure_cancel.py": "cancel.json",
+}
 
 
 class Lab:
     """A folder for the results, and a fake server per call of serve()."""
 
     def __init__(self, folder):
-        folder.mkdir(parents=True, exist_ok=True)
         self.out = folder / "out"
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VOICE_LLM_")},
@@ -61,10 +67,31 @@ class Lab:
         process.seconds = time.perf_counter() - begin
         return process
 
-    def good(self, *command):
+    def run_ok(self, *command):
         """Run a script that has to succeed."""
         process = self.run(*command)
         assert process.returncode == 0, process.err
+        return process
+
+    def run_fails(self, *command, words=()):
+        """Run a script that has to fail: exit status 1, one line with `words`, no traceback, the files as they were."""
+        before = self.files() or self.write_earlier()
+        return self.failed(self.run(*command), before, words)
+
+    def failed(self, process, before, words=()):
+        """What must hold of a run that failed. `before`: the files before it."""
+        assert process.returncode == 1, process.err
+        assert "Traceback" not in process.err
+        script = os.path.basename(process.args[1])
+        lines = [line for line in process.err.splitlines() if line.startswith(script + ": ")]
+        assert len(lines) == 1, process.err
+        assert process.err.splitlines()[-1] == lines[0]
+        assert all(c.isprintable() for c in lines[0])
+        for word in words:
+            assert word in lines[0]
+        assert "note:" not in process.err
+        assert self.files() == before
+        process.line = lines[0]
         return process
 
     def read(self, name):
@@ -73,7 +100,7 @@ class Lab:
     def files(self):
         return {path.name: path.read_bytes() for path in self.out.iterdir()} if self.out.is_dir() else {}
 
-    def earlier(self):
+    def write_earlier(self):
         """Put results of an earlier run into the folder → what is there now."""
         self.out.mkdir(parents=True, exist_ok=True)
         for step in "ttft", "prefill", "cache", "sentence", "cancel", "cancel_prefill", "report", "health", "props":
@@ -83,21 +110,7 @@ class Lab:
         return self.files()
 
 
-def at_once(folder, rows, run):
-    """{row: run(lab, *row)} for all `rows`, several at a time since most of them wait, each with a lab of its own."""
-
-    def one(number):
-        lab = Lab(folder / str(number))
-        try:
-            return run(lab, *rows[number])
-        finally:
-            lab.close()
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return dict(zip(rows, pool.map(one, range(len(rows)))))
-
-
-def eventually(condition, seconds=5):
+def eventually(condition, seconds=10):
     """Whether `condition` comes true in time."""
     until = time.perf_counter() + seconds
     while not condition() and time.perf_counter() < until:

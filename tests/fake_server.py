@@ -6,9 +6,10 @@
   python3 tests/fake_server.py --fault cut     misbehaves as faults.py says; --faults lists the names
 
 One slot. A prompt costs time for each token that the slot does not hold already, an answer costs
-time for each token. Like the real server (b11434) it sends the
-headers before the prompt is computed, the role together with the first token, and stops within a
-token when the client has left; but a prompt it computes to its end, and only then logs the cancel.
+time for each token. Like the real server (b11434) it sends the headers before the prompt is
+computed and the role together with the first token. When the client has left, it stops within a
+token while tokens flow; during prefill it notices that only after a second in which it answered
+nobody, not even on /slots, and it finishes the batch at work.
 """
 
 import argparse
@@ -67,17 +68,17 @@ class ClientGone(Exception):
 class Slot:
     """The one slot: what its KV cache holds, who has it, and what it costs to fill it."""
 
-    def __init__(self, prompt_ms, token_ms, n_ctx, log):
-        self.prompt_ms, self.token_ms, self.n_ctx, self.log = prompt_ms, token_ms, n_ctx, log
+    def __init__(self, fake, prompt_ms, token_ms, n_ctx, batch):
+        self.fake, self.prompt_ms, self.token_ms, self.n_ctx, self.batch = fake, prompt_ms, token_ms, n_ctx, batch
         self.lock = threading.Lock()
         self.tokens, self.keep = [], []  # keep: a prompt that is found again whatever came between, in a test
         self.task = 0
-        self.processing = False
+        self.processing = 0  # the task at work
 
     def answer(self, request, wire):
         """Yield the events of one answer, as dicts, at the times at which a server has them.
 
-        Raises Refused for a prompt longer than the context, ClientGone as soon as the client leaves.
+        Raises Refused for a prompt longer than the context, ClientGone as soon as it notices that the client has left.
         """
         messages = request.get("messages")
         if not isinstance(messages, list):
@@ -87,44 +88,48 @@ class Slot:
         task = wire.task = self.task
         if len(prompt) >= self.n_ctx:
             what = f"request ({len(prompt)} tokens) exceeds the available context size ({self.n_ctx} tokens)"
-            self.log(f"E srv    send_error: task id = {task}, error: {what}")
-            self.log(
-                f"W srv          stop: cancel task, id_task = {task}"
-            )  # the real server does: it is not proof of a cut
+            self.fake.log(f"E srv    send_error: task id = {task}, error: {what}")
+            # The real server logs this too: it does not prove that a hang-up was noticed.
+            self.fake.log(f"W srv          stop: cancel task, id_task = {task}")
             raise Refused(400, "exceed_context_size_error", what)
         reply = tokenize(ANSWERS.get(messages[-1]["content"], "Hello, how can I help you today?"))
         yield None  # accepted: from here on the status is 200
         while not self.lock.acquire(timeout=0.002):
-            wire.pause(0)
+            if wire.noticed():
+                raise ClientGone
         try:
-            self.processing = True
-            self.log(f"I slot launch_slot_: id  0 | task {task} | processing task, is_child = 0")
+            self.processing = task
+            self.fake.log(f"I slot launch_slot_: id  0 | task {task} | processing task, is_child = 0")
             yield from self._run(request, prompt, reply, wire)
         except ClientGone:
             time.sleep(self.token_ms / 1000)  # the token at work is still computed
             raise
         finally:
-            self.log(f"I slot      release: id  0 | task {task} | stop processing: n_tokens = {len(self.tokens)}")
-            self.processing = False
+            self.fake.log(f"I slot      release: id  0 | task {task} | stop processing: n_tokens = {len(self.tokens)}")
+            self.processing = 0
             self.lock.release()
 
     def _run(self, request, prompt, reply, wire):
         cache_n = 0
         if request.get("cache_prompt", True):
             cache_n = min(max(shared(prompt, self.tokens), shared(prompt, self.keep)), len(prompt) - 1)
-        prompt_n, begin = len(prompt) - cache_n, time.perf_counter()
-        done = begin + prompt_n * self.prompt_ms / 1000
-        left = wire.left(done - begin)
-        time.sleep(max(0, done - time.perf_counter()))  # the prompt is computed to its end all the same
-        self.tokens = prompt
-        if left:
-            wire.cancel()
-        first = time.perf_counter()
+        begin, done = time.perf_counter(), cache_n
+        while done < len(prompt):
+            done = min(done + self.batch, len(prompt))
+            noticed = False
+            while (left := begin + (done - cache_n) * self.prompt_ms / 1000 - time.perf_counter()) > 0:
+                time.sleep(min(left, 0.01))
+                noticed = noticed or wire.noticed()
+            self.tokens = prompt[:done]
+            if noticed:
+                raise ClientGone
+        first, prompt_n = time.perf_counter(), len(prompt) - cache_n
         predicted = reply[: request.get("max_tokens", -1)] if request.get("max_tokens", -1) >= 0 else reply
         yield event({"role": "assistant", "content": None})
         for i, token in enumerate(predicted):
             wire.pause(first + i * self.token_ms / 1000 - time.perf_counter())
             self.tokens = self.tokens + [token]
+            self.fake.last_result = time.perf_counter()
             yield event({"content": token})
         stopped = len(predicted) == len(reply)  # by the token that ends an answer: it counts, but has no text
         if stopped:
@@ -226,10 +231,30 @@ class Wire(http.server.BaseHTTPRequestHandler):
                 with contextlib.suppress(OSError):
                     if self.connection.recv(1, socket.MSG_PEEK):
                         raise RuntimeError("a second request before the first was answered")
-                self.server.fake.closed_ms.append((time.perf_counter() - self.received) * 1000)
+                if not self.closed_ms:
+                    self.closed_ms = (time.perf_counter() - self.received) * 1000
+                    self.server.fake.closed_ms.append(self.closed_ms)
                 return True
             if left == 0:
                 return False
+
+    def noticed(self):
+        """Whether a llama-server has noticed by now that the client has left.
+
+        The thread that holds a connection waits for a result of the server, whosever it is, and looks at its client
+        only when none has come for a second: recv_with_timeout in tools/server/server-queue.cpp.
+        """
+        fake, now = self.server.fake, time.perf_counter()
+        gone = self.left(0)
+        if fake.last_result > self.looked:
+            self.looked = fake.last_result
+        if now - self.looked < fake.silence:
+            return False
+        self.looked = now
+        if gone and not self.logged:
+            self.logged = True
+            fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
+        return gone
 
     def pause(self, seconds):
         """Wait; raises ClientGone the moment the client closes the connection."""
@@ -253,6 +278,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         fake = self.server.fake
         fake.paths.append(self.path)
+        fake.times.append(time.perf_counter())
         if self.path == "/health" and time.perf_counter() < fake.loaded:
             self.error(503, "unavailable_error", "Loading model")
         elif self.path == "/health":
@@ -260,19 +286,22 @@ class Wire(http.server.BaseHTTPRequestHandler):
         elif self.path == "/props":
             self.json(fake.props())
         elif self.path == "/slots":
+            fake.last_result = time.perf_counter()
             faults.SLOTS.get(fake.fault, faults.slots)(self, fake.slots())
         else:
             self.error(404, "not_found_error", "File Not Found")
 
     def do_POST(self):
-        self.received = time.perf_counter()
+        self.received = self.looked = time.perf_counter()
+        self.closed_ms, self.logged = None, False
         fake = self.server.fake
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path != "/v1/chat/completions":
             self.error(404, "not_found_error", "File Not Found")
             return
-        request = json.loads(body)
+        request = self.request_body = json.loads(body)
         fake.paths.append(self.path)
+        fake.times.append(self.received)
         fake.requests.append(request)
         fake.sent_ms.append([])
         with contextlib.closing(fake.slot.answer(request, self)) as events:
@@ -301,16 +330,31 @@ class Server(http.server.ThreadingHTTPServer):
 class FakeServer:
     """The server in a thread. prompt_ms, token_ms: the time a token of the prompt, of the answer takes.
 
-    In a test: `paths`, what it was asked for; `requests`, the bodies it got; `sent_ms`, for each when its
-    fragments were sent, and `closed_ms`, when it saw a client leave, both in ms since it got that request;
+    batch: tokens of a prompt that are computed before it looks up. silence: seconds without any answer after which
+    it looks whether a client has left.
+
+    In a test: `paths` and `times`, what it was asked for and when; `requests`, the bodies it got; `sent_ms`, for each
+    when its fragments were sent, and `closed_ms`, when a client left, both in ms since it got that request;
     `log_lines`.
     """
 
-    def __init__(self, port=0, prompt_ms=0.8, token_ms=10.0, n_ctx=4096, loading=0.0, fault=None, log=None):
-        self.paths, self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], [], []
-        self.begin, self.log_file, self.fault = time.perf_counter(), log, fault
+    def __init__(
+        self,
+        port=0,
+        prompt_ms=0.8,
+        token_ms=10.0,
+        n_ctx=4096,
+        batch=2048,
+        silence=1.0,
+        loading=0.0,
+        fault=None,
+        log=None,
+    ):
+        self.paths, self.times, self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], [], [], []
+        self.begin = self.last_result = time.perf_counter()
+        self.log_file, self.fault, self.silence = log, fault, silence
         self.loaded = self.begin + loading
-        self.slot = Slot(prompt_ms, token_ms, n_ctx, self.log)
+        self.slot = Slot(self, prompt_ms, token_ms, n_ctx, batch)
         self.http = Server(("127.0.0.1", port), Wire)
         self.http.fake = self
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -331,8 +375,9 @@ class FakeServer:
             print(line, file=self.log_file, flush=True)
 
     def slots(self):
-        slot = {"id": 0, "n_ctx": self.slot.n_ctx, "speculative": False, "is_processing": self.slot.processing}
-        return [dict(slot, id_task=self.slot.task) if self.slot.task else slot]
+        task = self.slot.processing
+        slot = {"id": 0, "n_ctx": self.slot.n_ctx, "speculative": False, "is_processing": bool(task)}
+        return [dict(slot, id_task=task or self.slot.task) if self.slot.task else slot]
 
     def props(self):
         return {
@@ -357,6 +402,7 @@ def main():
     parser.add_argument("--prompt-ms", type=float, default=0.8, help="per token of the prompt (default %(default)s)")
     parser.add_argument("--token-ms", type=float, default=10.0, help="per token of the answer (default %(default)s)")
     parser.add_argument("--n-ctx", type=int, default=4096, help="tokens of context (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=2048, help="tokens of a prompt in one go (default %(default)s)")
     parser.add_argument("--loading", type=float, default=0.0, help="seconds of answering 503 at the start")
     parser.add_argument("--fault", choices=sorted({*faults.CHAT, *faults.SLOTS}), metavar="NAME", help="misbehave")
     parser.add_argument("--faults", action="store_true", help="list the names of the faults")
@@ -364,12 +410,14 @@ def main():
     parser.add_argument("--end-with-parent", action="store_true", help="end when the starting process ends")
     options = parser.parse_args()
     if options.faults:
-        for name, fault in sorted({**faults.CHAT, **faults.SLOTS}.items()):
-            print(f"{name:24} {fault.__doc__}")
-        return
+        with contextlib.suppress(BrokenPipeError):  # `| head` has what it wants
+            for name, fault in sorted({**faults.CHAT, **faults.SLOTS}.items()):
+                print(f"{name:24} {fault.__doc__}", flush=True)
+            return
+        os._exit(1)  # or Python tries once more to print the rest
     if options.end_with_parent:
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    names = "port", "prompt_ms", "token_ms", "n_ctx", "loading", "fault", "log"
+    names = "port", "prompt_ms", "token_ms", "n_ctx", "batch", "loading", "fault", "log"
     try:
         fake = FakeServer(**{name: getattr(options, name) for name in names})
     except (OSError, OverflowError) as error:

@@ -3,6 +3,10 @@
 CHAT answers a chat request, SLOTS answers /slots. Each entry is a function of the connection (`wire`,
 see fake_server.py) and of what the right server would have sent: the events of the answer, as they
 come, or the list of slots. HARMLESS names the entries of CHAT that a good reader doesn't notice.
+
+To add a fault: write its function here, under @fault (or @harmless, or @slots_fault), with a docstring that
+says what it does. Then give it a row in test_faults.py: ROWS where it must fail, NOTES where it must be noted;
+@harmless ones are run by test_streams.py. A fault that no test names fails test_every_fault_has_a_test.
 """
 
 import itertools
@@ -68,71 +72,13 @@ def comments(wire, events):
     wire.done()
 
 
-@harmless
-def comments_at_prefill(wire, events):
-    """a comment every 100 ms while the prompt is computed, 200 ms longer than it takes"""
+@fault
+def queued(wire, events):
+    """200 ms with comments before the prompt is even begun, as in a queue"""
     wire.head()
     for _ in range(2):
         wire.send(b":\n\n")
         wire.pause(0.1)
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def crlf(wire, events):
-    """lines that end with CR LF"""
-    wire.head()
-    for event in events:
-        wire.send(data(event).replace(b"\n", b"\r\n"))
-    wire.send(b"data: [DONE]\r\n\r\n")
-    wire.end()
-
-
-@harmless
-def no_space(wire, events):
-    """data: without the space"""
-    wire.head()
-    for event in events:
-        wire.send(data(event).replace(b"data: ", b"data:", 1))
-    wire.send(b"data:[DONE]\n\n")
-    wire.end()
-
-
-@harmless
-def many_data_lines(wire, events):
-    """one event over several data lines"""
-    wire.head()
-    for event in events:
-        lines = json.dumps(event, indent=1).split("\n")
-        wire.send("".join(f"data: {line}\n" for line in lines).encode() + b"\n")
-    wire.done()
-
-
-@harmless
-def other_fields(wire, events):
-    """event, id, retry, unknown fields and a line without a colon around the data"""
-    wire.head()
-    for event in events:
-        wire.send(b"id: 1\nevent: message\nretry: 10\nfoo: bar\nfoo\n" + data(event)[:-1] + b"foo: bar\n\nid\n\n")
-    wire.done()
-
-
-@harmless
-def empty_data(wire, events):
-    """events with empty data, as a keep-alive"""
-    wire.head()
-    for event in events:
-        wire.send(b"data\n\ndata:\n\ndata:  \n\n" + data(event))
-    wire.done()
-
-
-@harmless
-def bom(wire, events):
-    """a byte order mark at the very start"""
-    wire.head()
-    wire.send(b"\xef\xbb\xbf" + data(next(events)))
     for event in events:
         wire.event(event)
     wire.done()
@@ -175,7 +121,7 @@ def two_in_a_chunk(wire, events):
     wire.done()
 
 
-@harmless
+@fault
 def early_role(wire, events):
     """the role, with "content": "", 150 ms before the prompt is even begun"""
     wire.head()
@@ -221,7 +167,7 @@ def timings_per_token(wire, events):
     wire.done()
 
 
-@harmless
+@fault
 def reasoning_first(wire, events):
     """120 ms of reasoning before the answer"""
     wire.head()
@@ -288,6 +234,139 @@ def open_after_done(wire, events):
         wire.event(event)
     wire.send(b"data: [DONE]\n")
     wire.silence()
+
+
+@harmless
+def timings_only(wire, events):
+    """no finish_reason, but llama-server's final timings"""
+    wire.head()
+    for event in events:
+        event["choices"][0]["finish_reason"] = None
+        wire.event(event)
+    wire.done()
+
+
+@harmless
+def finish_with_content(wire, events):
+    """the finish_reason on the last event with content, and no event after it but one with the timings"""
+    wire.head()
+    held = next(events)
+    for event in events:
+        if not content(event):
+            held["choices"][0]["finish_reason"] = event["choices"][0]["finish_reason"]
+        wire.event(held)
+        held = event
+    wire.event({"choices": [], "timings": held["timings"]})
+    wire.done()
+
+
+# ---------------------------------------------------------------------------- true, with something else in it
+
+
+@fault
+def buffered(wire, events):
+    """a proxy that holds everything back until the end"""
+    wire.head()
+    for event in list(events):
+        wire.event(event)
+    wire.done()
+
+
+@fault
+def buffered_untold(wire, events):
+    """a proxy that holds everything back, here nine fragments, and a server without timings"""
+    wire.head()
+    held = [*itertools.islice(events, 10), {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
+    wire.send(b"".join(map(data, held)))
+    wire.done()
+
+
+@fault
+def paced(wire, events):
+    """first tokens after 40, 10, 30, 20 and 50 ms more, and ends after 20, 50, 10, 40 and 30 ms more"""
+    number = (len(wire.server.fake.requests) - 1) % 5
+    wire.head()
+    wire.pause((40, 10, 30, 20, 50)[number] / 1000)
+    for event in events:
+        wire.event(event)
+    wire.pause((20, 50, 10, 40, 30)[number] / 500)
+    wire.done()
+
+
+@fault
+def recomputes(wire, events):
+    """a model with recurrent memory, or --no-cache-prompt: every prompt is computed whole"""
+    wire.request_body["cache_prompt"] = False
+    chat(wire, events)
+
+
+@fault
+def deaf(wire, events):
+    """a relay that swallows the hang-up: the server goes on to the end"""
+    wire.head()
+    wire.left, wire.cancel = lambda seconds: time.sleep(max(0, seconds)), lambda: None
+    for event in events:
+        wire.event(event)
+    wire.done()
+
+
+# ---------------------------------------------------------------------------- what was asked for is not what is done
+
+
+@fault
+def cache_always(wire, events):
+    """a proxy that drops cache_prompt, so that the cache stays on"""
+    wire.request_body.pop("cache_prompt")
+    chat(wire, events)
+
+
+@fault
+def cache_always_untold(wire, events):
+    """the cache stays on, and the timings have no cache_n"""
+    wire.request_body.pop("cache_prompt")
+    wire.head()
+    for event in events:
+        event.get("timings", {}).pop("cache_n", None)
+        wire.event(event)
+    wire.done()
+
+
+@fault
+def late_headers(wire, events):
+    """the headers after 700 ms"""
+    wire.pause(0.7)
+    chat(wire, events)
+
+
+@fault
+def late_refusal(wire, events):
+    """503 after 700 ms"""
+    wire.pause(0.7)
+    wire.error(503, "unavailable_error", "too many requests")
+
+
+@fault
+def late_content(wire, events):
+    """headers and the role at once, but content only after 900 ms"""
+    wire.head()
+    wire.event(next(events))
+    wire.pause(0.9)
+    for event in events:
+        wire.event(event)
+    wire.done()
+
+
+@fault
+def long_reasoning(wire, events):
+    """900 ms of reasoning before the answer"""
+    wire.head()
+    wire.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]})
+    for _ in range(18):
+        wire.event({"choices": [{"index": 0, "delta": {"reasoning_content": "Hmm. "}}]})
+        wire.pause(0.05)
+    for event in events:
+        wire.event(event)
+    wire.done()
 
 
 # ---------------------------------------------------------------------------- right, with a text of its own
@@ -411,6 +490,41 @@ def error_body_silent(wire, events):
 
 
 @fault
+def context_exceeded(wire, events):
+    """500: the context of a build that says so in other words"""
+    wire.error(500, "server_error", "Context size has been exceeded.")
+
+
+@fault
+def router(wire, events):
+    """400 of a llama-server that was started without a model"""
+    wire.error(400, "invalid_request_error", "model name is missing from the request")
+
+
+@fault
+def bad_request(wire, events):
+    """400 with a cause that is not known here"""
+    wire.error(400, "invalid_request_error", "Assistant message must contain content")
+
+
+def page(name, status, title):
+    """A fault: a web page of something that is not llama-server."""
+
+    def send(wire, events):
+        wire.head(status, "text/html", "close")
+        wire.send(f"<html><head><title>{title}</title></head></html>".encode())
+
+    send.__name__, send.__doc__ = name, f"{status} with a web page"
+    return fault(send)
+
+
+page("login_401", 401, "Please log in")
+page("proxy_503", 503, "Service Unavailable")
+page("too_large", 413, "Request Entity Too Large")
+page("rate_limited", 429, "Too Many Requests")
+
+
+@fault
 def proxy_page(wire, events):
     """a proxy's 502 page"""
     wire.head(502, "text/html", "close")
@@ -426,11 +540,22 @@ def login_page(wire, events):
 
 @fault
 def redirect(wire, events):
-    """302 to somewhere else"""
-    wire.send_response(302)
+    """301 to somewhere else"""
+    wire.send_response(301)
     wire.send_header("Location", "http://127.0.0.1:9/")
     wire.send_header("Content-Length", "0")
     wire.end_headers()
+
+
+@fault
+def text_plain(wire, events):
+    """an event stream that never ends, labelled text/plain"""
+    wire.head(kind="text/plain")
+    for event in events:
+        wire.event(event)
+    while True:
+        wire.send(b":\n\n")
+        wire.pause(0.05)
 
 
 @fault
@@ -531,8 +656,8 @@ def huge_chunk(wire, events):
 
 
 @fault
-def packed(wire, events):
-    """a body that a proxy has packed with gzip"""
+def compressed(wire, events):
+    """a body that a proxy has compressed with gzip"""
     wire.send_response(200)
     wire.send_header("Content-Type", "text/event-stream")
     wire.send_header("Content-Encoding", "gzip")
@@ -621,6 +746,30 @@ def dribble_headers(wire, events):
         wire.pause(0.02)
 
 
+@fault
+def polite_cut(wire, events):
+    """[DONE] after five events, without a finish_reason"""
+    some(wire, events)
+    wire.done()
+
+
+@fault
+def polite_cut_timings(wire, events):
+    """[DONE] after five events, each with timings, and without a finish_reason"""
+    wire.head()
+    for event in itertools.islice(events, 5):
+        wire.event({**event, "timings": {"cache_n": 0, "prompt_n": 40, "prompt_ms": 1.0, "predicted_n": 4}})
+    wire.done()
+
+
+@fault
+def finish_filter(wire, events):
+    """finish_reason content_filter, and [DONE]"""
+    some(wire, events)
+    wire.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "content_filter"}]})
+    wire.done()
+
+
 # ---------------------------------------------------------------------------- errors and lies in the stream
 
 
@@ -658,6 +807,15 @@ broken("error_field", b"error: " + ERROR + b"\n\n", "a bare error: line", 5, Tru
 broken("error_field_first", b"error: " + ERROR + b"\n\n", "a bare error: line before any content", 0)
 broken("error_json", ERROR + b"\n", "bare JSON in the stream", 5, True)
 broken("error_finish", b'data: {"choices": [{"finish_reason": "error"}]}\n\n', "finish_reason error", 5, True)
+broken(
+    "error_code",
+    b'data: {"text": "the GPU fell off", "error_code": 50002}\n\n',
+    "FastChat's error, and [DONE]",
+    5,
+    True,
+)
+broken("error_detail", b'data: {"detail": "the GPU fell off"}\n\n', "FastAPI's error, and [DONE]", 5, True)
+broken("error_context", b'data: {"error": {"message": "Context size has been exceeded."}}\n\n', "a full context", 5)
 broken("null_event", b"data: null\n\n", "an event that is null", 5, True)
 broken("error_named", b"event: error\ndata: the GPU fell off\n\n", "an event of type error", 5, True)
 broken("not_json", b"data: {oops\n\n", "an event that is not JSON", 5, True)
@@ -690,7 +848,7 @@ with_timings("timings_nan", lambda timings: dict.fromkeys(timings, float("nan"))
 with_timings("timings_true", lambda timings: dict.fromkeys(timings, True), "timings that are true")
 with_timings("timings_words", lambda timings: dict.fromkeys(timings, "12"), "timings that are texts")
 with_timings("timings_negative", lambda timings: dict.fromkeys(timings, -1), "timings below zero")
-with_timings("timings_fraction", lambda timings: dict.fromkeys(timings, 12.5), "counts that are not whole")
+with_timings("timings_fraction", lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5}, "counts that are not whole")
 with_timings("cached_untold", lambda t: {key: t[key] for key in t if key != "cache_n"}, "timings without cache_n")
 with_timings("timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number")
 with_timings("all_cached", lambda t: {**t, "cache_n": t["prompt_n"] // 4}, "a fifth of every prompt out of a cache")
@@ -752,6 +910,30 @@ def slots_missing(wire, states):
 
 
 @slots_fault
+def slots_401(wire, states):
+    """401: an API key is asked for"""
+    wire.error(401, "authentication_error", "Invalid API Key")
+
+
+@slots_fault
+def slots_502(wire, states):
+    """502 from a proxy"""
+    wire.json(b"<html><title>502 Bad Gateway</title></html>", 502)
+
+
+@slots_fault
+def slots_loading(wire, states):
+    """503 while the model is loading"""
+    wire.error(503, "unavailable_error", "Loading model")
+
+
+@slots_fault
+def slots_router(wire, states):
+    """400 of a llama-server that was started without a model"""
+    wire.error(400, "invalid_request_error", "model name is missing from the request")
+
+
+@slots_fault
 def slots_page(wire, states):
     """a web page"""
     wire.json(b"<html>")
@@ -779,3 +961,50 @@ def slots_busy(wire, states):
 def slots_silence(wire, states):
     """no answer"""
     time.sleep(30)
+
+
+@slots_fault
+def slots_cached(wire, states):
+    """a proxy that caches: always idle"""
+    wire.json([dict(state, is_processing=False) for state in states])
+
+
+@slots_fault
+def slots_without_id(wire, states):
+    """no id_task, as in old builds"""
+    wire.json([{key: state[key] for key in state if key != "id_task"} for state in states])
+
+
+def taken(wire, states):
+    """The slots once a client has hung up: with someone else's request at work, which took the slot at once."""
+    if wire.server.fake.closed_ms and not states[0]["is_processing"]:
+        return [dict(states[0], is_processing=True, id_task=states[0]["id_task"] + 1)]
+    return states
+
+
+@slots_fault
+def slots_taken(wire, states):
+    """someone else's request takes the slot as soon as a client has hung up, and keeps it"""
+    wire.json(taken(wire, states))
+
+
+@slots_fault
+def slots_taken_without_id(wire, states):
+    """someone else's request takes the slot, and there is no id_task"""
+    slots_without_id(wire, taken(wire, states))
+
+
+def second_slot(wire, states, busy):
+    wire.json([*states, dict(states[0], id=1, is_processing=busy)])
+
+
+@slots_fault
+def slots_second_busy(wire, states):
+    """a second slot that is busy while an answer ends and a little longer"""
+    second_slot(wire, states, wire.server.fake.paths[-3:-1].count("/v1/chat/completions") > 0)
+
+
+@slots_fault
+def slots_second_ends(wire, states):
+    """a second slot that is busy at the first look after an answer, and not at the next"""
+    second_slot(wire, states, wire.server.fake.paths[-2:-1] == ["/v1/chat/completions"])

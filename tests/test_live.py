@@ -4,6 +4,7 @@ Against the fake, or with VOICE_LLM_URL=http://127.0.0.1:8080 against a real ser
 is a defect of the fake.
 """
 
+import http.client
 import json
 import os
 import pathlib
@@ -16,21 +17,29 @@ from fake_server import FakeServer
 import sse
 from measure_prefill import long_prompt
 
-LONG = long_prompt(path.read_text("utf-8") for path in sorted((pathlib.Path(__file__).parent / "kb").glob("*.md")))
+LONG = long_prompt([path.read_text("utf-8") for path in sorted((pathlib.Path(__file__).parent / "kb").glob("*.md"))])
 TIMINGS = {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"}
 RATES = {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second"}
+HI = [{"role": "user", "content": "hi"}]
 COUNT = [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
+
+
+def idle(task=None):
+    """Wait until no slot is processing `task`, or anything."""
+    while [slot for slot in slots() if slot["is_processing"] and task in (None, slot["id_task"])]:
+        time.sleep(0.003)
 
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch):
     """The server of VOICE_LLM_URL, idle; where that is unset, the fake."""
+    monkeypatch.setattr(sse, "notes", {})
     if "VOICE_LLM_URL" in os.environ:
-        sse.wait_idle()
+        idle()
         yield
-        sse.wait_idle()
+        idle()
     else:
-        with FakeServer(**{**FAST, "token_ms": 5.0}) as fake:
+        with FakeServer(**{**FAST, "prompt_ms": 0.3, "token_ms": 5.0, "silence": 0.1}) as fake:
             monkeypatch.setenv("VOICE_LLM_URL", fake.url)
             yield
 
@@ -47,9 +56,7 @@ def raw_events(messages, **options):
 
 
 def slots():
-    status, body = sse.get("/slots")
-    assert status == 200
-    return json.loads(body)
+    return sse.slots(required=True)
 
 
 def test_health_is_ok_and_props_name_model_context_and_slots():
@@ -98,27 +105,43 @@ def test_an_answer_that_ends_by_itself_counts_the_token_that_ends_it():
 
 def test_headers_come_long_before_the_first_token():
     with sse.Answer(sse.chat(LONG, "Hello?"), max_tokens=2, cache_prompt=False) as answer:
-        receive, headers_ms = answer.receive, []
-
-        def note():
-            response = receive()
-            headers_ms.append(answer.ms())
-            return response
-
-        answer.receive = note
         chunks = list(answer)
-    assert headers_ms[0] < chunks[0]["t_ms"] / 2
+    assert answer.accepted_ms < chunks[0]["t_ms"] / 2
+    assert answer.first_token_ms == chunks[0]["t_ms"]
 
 
-def test_slots_tell_whether_a_request_is_processed():
+def test_the_servers_clock_agrees_with_ours():
+    for system, max_tokens in (sse.SYSTEM, 64), (LONG, 8):
+        sse.stream(sse.chat(system, "Hello?"), max_tokens, cache_prompt=False)
+    assert sse.notes == {}
+
+
+def test_slots_tell_whether_a_request_is_processed_and_which():
     [slot] = slots()
     assert slot["is_processing"] is False
     assert slot["n_ctx"] == 4096
-    with sse.Answer(COUNT, max_tokens=256) as answer:
-        next(iter(answer))
-        assert [slot["is_processing"] for slot in slots()] == [True]
-    sse.wait_idle(required=True)
-    assert [slot["is_processing"] for slot in slots()] == [False]
+    tasks = []
+    for _ in range(2):
+        with sse.Answer(COUNT, max_tokens=256) as answer:
+            next(iter(answer))
+            [slot] = slots()
+            assert slot["is_processing"] is True
+            tasks.append(slot["id_task"])
+        idle(slot["id_task"])
+    assert tasks[0] < tasks[1]
+
+
+def test_the_next_request_has_an_id_of_its_own_though_it_takes_the_slot_at_once():
+    first = sse.Answer(COUNT, max_tokens=256)
+    with first:
+        next(iter(first))
+        [slot] = slots()
+        with sse.Answer(COUNT, max_tokens=8) as second:  # it waits in the queue
+            time.sleep(0.1)
+            first.close()
+            idle(slot["id_task"])
+            assert (sse.clock() - first.start) * 1000 - first.closed_at_ms < 1000
+            assert len(list(second)) == 8
 
 
 def test_the_cache_reuses_what_is_the_same_from_the_first_token_on():
@@ -143,22 +166,22 @@ def test_without_the_cache_the_whole_prompt_is_computed_again():
 def test_closing_the_connection_stops_generation_within_a_few_tokens():
     with sse.Answer(COUNT, max_tokens=256, cut_after=0.8) as answer:
         received = len(list(answer))
-    sse.wait_idle(required=True)
-    assert answer.ms() - answer.closed_at_ms < 300
+    idle()
+    assert (sse.clock() - answer.start) * 1000 - answer.closed_at_ms < 500
     assert 0 < received < 250
-    assert not answer.ended
+    assert answer.finish_reason is None
 
 
-def test_closing_during_prefill_stops_nothing_before_the_prompt_is_computed():
-    system = " ".join(LONG.split()[::-1])  # nothing in the slot is the same
-    _, _, timings = sse.stream(sse.chat(LONG, "Hello?"), 2, cache_prompt=False)
-    prefill_ms = timings["prompt_ms"]
-    with sse.Answer(sse.chat(system, "Hello?"), cache_prompt=False, cut_after=prefill_ms / 10_000) as answer:
-        assert list(answer) == []
-    time.sleep(prefill_ms / 5_000)
-    assert sse.slot_busy()
-    sse.wait_idle(required=True)
-    assert answer.ms() > prefill_ms / 2
+def test_closing_during_prefill_does_not_stop_a_prompt_that_is_one_batch():
+    prefill_ms = sse.stream(sse.chat(LONG, "Hello?"), 2, cache_prompt=False)[2]["prompt_ms"]
+    with sse.Answer(sse.chat(LONG, "Hello?"), cache_prompt=False, cut_after=prefill_ms / 5000) as left:
+        assert list(left) == []
+    assert left.accepted_ms is not None
+    with sse.Answer(HI, max_tokens=2, cache_prompt=False) as following:
+        [first_ms, *_] = [chunk["t_ms"] for chunk in following]
+    waited_ms = (following.start - left.start) * 1000 + first_ms - left.closed_at_ms
+    assert waited_ms > prefill_ms / 2
+    assert waited_ms < 3 * prefill_ms + following.timings["prompt_ms"] + 1000
 
 
 def test_a_prompt_longer_than_the_context_is_refused_in_the_servers_words():
@@ -167,7 +190,10 @@ def test_a_prompt_longer_than_the_context_is_refused_in_the_servers_words():
 
 
 def test_a_request_that_is_none_is_refused_as_json():
-    with sse.Request("POST", "/v1/chat/completions", '{"stream": true}') as request:
-        assert request.receive().status == 400
-        error = json.loads(request.body())["error"]
+    host, port, _ = sse.address()
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    connection.request("POST", "/v1/chat/completions", '{"stream": true}', {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 400
+    error = json.loads(response.read())["error"]
     assert error == {"code": 400, "message": "'messages' is required", "type": "invalid_request_error"}

@@ -2,6 +2,9 @@
 
 import json
 import os
+import pathlib
+import random
+import re
 import shutil
 import signal
 import socket
@@ -10,9 +13,11 @@ import sys
 import time
 
 import pytest
-from conftest import TESTS, TOP, Lab, eventually
+from conftest import TESTS, TOP, eventually
 
-FILES = ["health", "props", "ttft", "prefill", "cache", "sentence", "cancel", "report"]
+RUN = str(TOP / "run_all.sh")
+FILES = {"health", "props", "ttft", "prefill", "cache", "sentence", "cancel", "report"}
+DELIVERED = {*(f"{name}.json" for name in FILES), "sse_raw.txt", "chunks.jsonl", "sse.py"}
 STUB = """#!/bin/sh
 # voice-llm as the Pod has it, with the fake server in place of the real one
 cd "{folder}" || exit 1
@@ -45,38 +50,23 @@ def pod(lab, tmp_path):
         os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
 
 
-def make_bare(lab, folder):
-    """Give the lab a PATH with python3 and the few tools of a bare machine, without voice-llm and without curl."""
+@pytest.fixture
+def bare(lab, tmp_path):
+    """A PATH with python3 and the few tools of a bare machine, without voice-llm, curl and timeout → its bash."""
+    folder = tmp_path / "bin"
     folder.mkdir()
-    for tool in "bash", "dirname", "readlink", "mktemp", "rm", "mv", "cp", "sleep":
+    for tool in "bash", "dirname", "readlink", "mktemp", "rm", "cp", "sleep":
         (folder / tool).symlink_to(shutil.which(tool))
     (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "python3").chmod(0o755)
     lab.env["PATH"] = str(folder)
-    return folder
+    return str(folder / "bash")
 
 
-@pytest.fixture
-def bare(lab, tmp_path):
-    return make_bare(lab, tmp_path / "bin")
+# ---------------------------------------------------------------------------- on the Pod
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_run(tmp_path_factory):
-    """A run with --fake on a bare machine. It takes its time, and the tests before the one that looks at it go on."""
-    folder = tmp_path_factory.mktemp("fake")
-    lab = Lab(folder)
-    bare = make_bare(lab, folder / "bin")
-    lab.env["VOICE_LLM_URL"] = "http://127.0.0.1:9"
-    lab.env["VOICE_LLM_KB"] = "/nowhere"
-    begin = time.time()
-    process = lab.start(str(bare / "bash"), str(TOP / "run_all.sh"), "--fake")
-    assert eventually(lambda: fake_of(process))
-    yield lab, process, begin, fake_of(process)
-    process.kill()
-
-
-def test_on_the_pod_it_starts_the_server_and_does_all_eight_steps(lab, pod, tmp_path):
+def test_on_the_pod_it_starts_the_server_does_all_eight_steps_and_ends_with_the_report(lab, pod, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(TOP / "run_all.sh")
     process = lab.run(str(link), cwd=tmp_path)
@@ -85,76 +75,194 @@ def test_on_the_pod_it_starts_the_server_and_does_all_eight_steps(lab, pod, tmp_
         assert f"\n[{number}/8] " in process.out
     assert "voice-llm log has the server's 'cancel task'" in process.out
     assert (pod / "calls").read_text().splitlines()[0] == "up"
-    for name in FILES:
-        assert lab.read(f"{name}.json")
     assert lab.read("health.json") == {"status": "ok"}
     assert lab.read("props.json")["total_slots"] == 1
     assert (lab.out / "sse_raw.txt").read_bytes().rstrip().endswith(b"data: [DONE]")
     assert json.loads((lab.out / "chunks.jsonl").read_text().splitlines()[0])["text"]
     assert (lab.out / "sse.py").read_bytes() == (TOP / "sse.py").read_bytes()
-    assert len(lab.files()) == len(FILES) + 3
-    log = (pod / "server.log").read_text()
-    assert log.count("cancel task") == 1
+    assert set(lab.files()) == DELIVERED
+    assert (pod / "server.log").read_text().count("cancel task") == 1
+    report = process.out.partition("[8/8] report\n")[2].splitlines()
+    assert report[0].startswith("Where the time goes")
+    assert "".join(report[-1].split()).endswith("report.json")
 
-    # Again, with a delivered file that someone has changed, and a log with an old `cancel task` only.
+    # Again, with a delivered file that someone has changed. The server answers, so nobody starts it again, and its
+    # log, which grew meanwhile, is judged.
     (lab.out / "sse.py").write_text("mine")
+    (pod / "calls").unlink()
     stub = (pod / "voice-llm").read_text()
-    (pod / "voice-llm").write_text(stub.replace("log) cat server.log", "log) echo 'stop: cancel task, id_task = 3'"))
-    process = lab.run(str(TOP / "run_all.sh"), cwd=tmp_path)
+    (pod / "voice-llm").write_text(stub.replace("cat server.log", "sed 's/cancel task/gone/' server.log"))
+    process = lab.run(RUN, cwd=tmp_path)
     assert process.returncode == 0, process.err
     assert (lab.out / "sse.py").read_text() == "mine"
+    assert set((pod / "calls").read_text().split()) == {"log"}
     assert "voice-llm log has no new 'cancel task'" in process.err
 
 
-def test_the_first_step_that_fails_ends_the_run_is_named_and_gives_its_status(lab, pod, tmp_path):
+def test_the_log_of_another_server_is_not_judged_and_its_server_is_not_started(lab, pod):
+    stub = (pod / "voice-llm").read_text()
+    (pod / "voice-llm").write_text(stub.replace("cat server.log", "echo 'stop: cancel task, id_task = 3'"))
+    lab.serve(token_ms=3)
+    process = lab.run(RUN)
+    assert process.returncode == 0, process.err
+    assert "voice-llm log" not in process.out + process.err
+    assert set((pod / "calls").read_text().split()) == {"log"}
+
+
+def test_a_log_that_is_followed_for_ever_is_left(lab, pod):
+    stub = (pod / "voice-llm").read_text()
+    (pod / "voice-llm").write_text(stub.replace("cat server.log", "tail -f -n +1 server.log"))
+    process = lab.run(RUN)
+    assert process.returncode == 0, process.err
+    assert "voice-llm log has the server's 'cancel task'" in process.out
+
+
+def test_the_first_step_that_fails_ends_the_run_is_named_and_gives_its_status(lab, pod):
     (pod / "down").touch()
-    process = lab.run(str(TOP / "run_all.sh"))
+    process = lab.run(RUN)
     assert process.returncode == 7
     assert process.err.splitlines() == [
         "voice-llm: no model",
         "run_all.sh: step 1 (the server) failed with exit status 7",
     ]
     (pod / "down").unlink()
-    lab.env["VOICE_LLM_KB"] = str(tmp_path / "nowhere")
-    process = lab.run(str(TOP / "run_all.sh"))
+    lab.serve(fault="no_timings")
+    process = lab.run(RUN)
     assert process.returncode == 1
-    assert process.err.splitlines()[-1] == "run_all.sh: step 4 (prefill) failed with exit status 1"
-    assert "[5/8]" not in process.out
-    assert (lab.out / "ttft.json").exists()
-    assert not (lab.out / "prefill.json").exists()
+    assert process.err.splitlines()[-1] == "run_all.sh: step 3 (time to first token) failed with exit status 1"
+    assert "[4/8]" not in process.out
+    assert (lab.out / "chunks.jsonl").exists()
+    assert not (lab.out / "ttft.json").exists()
+
+
+# ---------------------------------------------------------------------------- before step 1
+
+
+def test_the_documents_and_the_prompt_are_checked_before_anything_is_asked_or_started(lab, pod, tmp_path):
+    def run(word):
+        process = lab.run(RUN)
+        assert process.returncode == 1
+        assert word in process.err.splitlines()[0]
+        assert process.err.splitlines()[-1] == "run_all.sh: nothing was measured"
+        assert "[1/8]" not in process.out
+        assert not (pod / "calls").exists()
+        assert not lab.out.exists()
+
+    (tmp_path / "kb").mkdir()
+    (tmp_path / "kb" / "a.md").write_bytes(b"\xff")
+    lab.env["VOICE_LLM_KB"] = str(tmp_path / "kb")
+    run("not UTF-8")
+    (tmp_path / "kb" / "a.md").write_bytes(b"one")
+    run("1 document in")
+    lab.env["VOICE_LLM_KB"] = str(tmp_path / "nowhere")
+    run("VOICE_LLM_KB")
+    lab.env["VOICE_LLM_KB"] = str(TESTS / "kb")
+    lab.env["VOICE_LLM_SYSTEM"] = str(tmp_path / "prompt.txt")
+    run("VOICE_LLM_SYSTEM")
+
+
+def test_fake_never_touches_results_that_are_not_the_fakes(lab):
+    lab.write_earlier()
+    for left in set(lab.files()), {"props.json"}, {"ttft.json"}, {"cancel_prefill.json"}:
+        for name in set(lab.files()) - left:
+            (lab.out / name).unlink()
+        for name in left:
+            (lab.out / name).write_text("real")
+        before = lab.files()
+        process = lab.run(RUN, "--fake")
+        assert process.returncode == 1
+        assert process.err.splitlines()[-1].startswith(f"run_all.sh: {lab.out} holds results that are not simulated")
+        assert "VOICE_LLM_OUT" in process.err
+        assert lab.files() == before
+
+
+def test_a_real_run_does_not_mix_with_simulated_files_and_a_second_fake_run_may(lab):
+    fake = lab.serve(token_ms=3)
+    lab.run_ok("sse.py", "--server")  # leaves what --fake would
+    before = lab.files()
+    real = fake.props()
+    fake.props = lambda: {**real, "model_path": "/models/a.gguf"}
+    process = lab.run(RUN)
+    assert process.returncode == 1
+    assert process.err.splitlines() == [
+        f"run_all.sh: {lab.out} holds simulated results: set VOICE_LLM_OUT to another folder, or remove them"
+    ]
+    assert process.out == ""
+    assert fake.requests == []
+    assert lab.files() == before
+    del lab.env["VOICE_LLM_URL"]
+    process = lab.start(RUN, "--fake")
+    assert eventually(lambda: (lab.out / "chunks.jsonl").exists(), 30)
+    process.terminate()
+    process.communicate(timeout=20)
+
+
+# ---------------------------------------------------------------------------- beside a server, on a bare machine
 
 
 def test_beside_a_server_of_ones_own_it_needs_no_voice_llm_and_no_curl(lab, bare):
     lab.serve(token_ms=4)
-    process = lab.run(str(bare / "bash"), str(TOP / "run_all.sh"))
+    process = lab.run(bare, RUN)
     assert process.returncode == 0, process.err
-    assert len(lab.files()) == len(FILES) + 3
+    assert set(lab.files()) == DELIVERED
     assert "cancel task" not in process.out + process.err
 
 
 def test_with_neither_command_nor_server_it_names_the_two_ways_on_within_seconds(lab, bare):
     with socket.create_server(("127.0.0.1", 0)) as free:
         lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{free.getsockname()[1]}"
-    process = lab.run(str(bare / "bash"), str(TOP / "run_all.sh"))
-    assert process.returncode == 1
-    assert process.seconds < 8
-    for words in "voice-llm", lab.env["VOICE_LLM_URL"], "llama-server -m", "-c 4096 -np 1 --cache-ram 0", "--fake":
-        assert words in process.err
-    assert "Traceback" not in process.err
+    for documents in str(TESTS / "kb"), "/nowhere":  # a newcomer has no documents either
+        lab.env["VOICE_LLM_KB"] = documents
+        process = lab.run(bare, RUN)
+        assert process.returncode == 1
+        assert process.seconds < 15
+        for words in "voice-llm", lab.env["VOICE_LLM_URL"], "-c 4096 -np 1 --cache-ram 0", "tests/kb", "--fake":
+            assert words in process.err
+        assert "Traceback" not in process.err
 
 
 def test_without_a_python_that_will_do_it_says_so(lab, bare):
-    (bare / "python3").write_text("#!/bin/sh\nexit 1\n")
-    process = lab.run(str(bare / "bash"), str(TOP / "run_all.sh"))
+    (pathlib.Path(bare).parent / "python3").write_text("#!/bin/sh\nexit 1\n")
+    process = lab.run(bare, RUN)
     assert process.returncode == 1
     assert process.err.splitlines() == ["run_all.sh: needs python3, version 3.9 or later, on PATH"]
 
 
 def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
     for options, status in (["--nonsense"], 2), (["--fake", "--fake"], 2), ([""], 2), (["--help"], 0):
-        process = lab.run(str(TOP / "run_all.sh"), *options)
+        process = lab.run(RUN, *options)
         assert process.returncode == status
-        assert "--fake" in process.out + process.err or status == 2
+        assert "--fake" in process.out + process.err
+        assert "--more" in process.out + process.err
+        assert max(map(len, process.out.splitlines()), default=0) <= 80
+
+
+# ---------------------------------------------------------------------------- --more
+
+
+def test_more_also_measures_the_changed_suffix_and_the_hang_up_during_prefill_before_the_report(lab):
+    lab.serve(prompt_ms=0.2, token_ms=3, silence=0.2)
+    process = lab.run(RUN, "--more")
+    assert process.returncode == 0, process.err
+    assert set(lab.files()) == DELIVERED | {"cancel_prefill.json"}
+    assert "changed_suffix" in lab.read("cache.json")
+    headings = re.findall(r"\[(\d)/8\] (.*)", process.out)
+    assert [number for number, _ in headings] == list("123456778")
+    assert "cache, clock last" in process.out
+    assert "next caller waits" in process.out.partition("[8/8]")[2]
+
+
+def test_an_experiment_of_more_that_is_void_does_not_cost_the_report(lab):
+    lab.serve(prompt_ms=0.01, token_ms=3)  # all of the prompt in 15 ms: nothing to hang up on
+    process = lab.run(RUN, "--more")
+    assert process.returncode == 1
+    assert "void" in process.err
+    assert "step 7 (hang-up during prefill) failed with exit status 1" in process.err
+    assert lab.read("report.json")
+    assert not (lab.out / "cancel_prefill.json").exists()
+
+
+# ---------------------------------------------------------------------------- --fake, and signals
 
 
 def processes():
@@ -167,35 +275,87 @@ def processes():
     }
 
 
-def fake_of(process):
-    """The ids of the fake servers that `process`, a run of run_all.sh, has started."""
-    return {pid for pid, text in processes().items() if text.startswith(f"{process.pid} ") and "fake_server" in text}
+def fakes_of(pid):
+    """The ids of the fake servers that the run of run_all.sh with this id has started."""
+    return {fake for fake, text in processes().items() if text.startswith(f"{pid} ") and "fake_server" in text}
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
-    process = lab.start(str(TOP / "run_all.sh"), "--fake")
-    assert eventually(lambda: (lab.out / "health.json").exists(), 20)
-    [pid] = fake_of(process)
-    begin = time.perf_counter()
-    process.send_signal(signum)
-    process.wait(10)
-    assert time.perf_counter() - begin < 3
-    assert process.returncode == status
-    assert eventually(lambda: pid not in processes())
-    process.communicate(timeout=20)
-    assert eventually(lambda: not [name for name in lab.files() if name.endswith(".tmp")])
-
-
-def test_fake_does_all_steps_on_a_bare_machine_in_under_20_seconds(fake_run):
-    lab, process, begin, servers = fake_run
+def test_fake_does_all_steps_on_a_bare_machine_in_under_20_seconds(lab, bare):
+    lab.env["VOICE_LLM_URL"] = "http://127.0.0.1:9"
+    lab.env["VOICE_LLM_KB"] = "/nowhere"
+    begin = time.time()
+    process = lab.start(bare, RUN, "--fake")
+    assert eventually(lambda: fakes_of(process.pid))
+    servers = fakes_of(process.pid)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.strip().splitlines()
     assert "SIMULATED" in lines[0]
     assert "SIMULATED" in lines[-1]
     assert "Where the time goes: simulated" in out
-    assert len(lab.files()) == len(FILES) + 3
+    assert set(lab.files()) == DELIVERED
     assert (lab.out / "report.json").stat().st_mtime - begin < 20
     assert len(servers) == 1
     assert eventually(lambda: not servers & set(processes()))
+    assert "note:" not in err
+
+
+def test_fake_goes_into_a_folder_of_its_own_where_none_is_set():
+    assert "VOICE_LLM_OUT=${VOICE_LLM_OUT:-$here/fake-results}" in (TOP / "run_all.sh").read_text()
+    assert "/fake-results/" in (TOP / ".gitignore").read_text().split()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
+    process = lab.start(RUN, "--fake")
+    assert eventually(lambda: (lab.out / "health.json").exists(), 20)
+    [pid] = fakes_of(process.pid)
+    process.send_signal(signum)
+    process.communicate(timeout=20)
+    assert process.returncode == status
+    assert eventually(lambda: pid not in processes())
+    assert eventually(lambda: not [name for name in lab.files() if name.endswith(".tmp")])
+
+
+@pytest.mark.parametrize("way", ["to the script alone", "to the group", "by timeout"])
+@pytest.mark.parametrize("number", range(4))
+def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves_nothing(lab, tmp_path, way, number):
+    moment = random.uniform(0.02, 6) if number else random.uniform(0.02, 0.5)  # the start is where imports are
+    if way == "by timeout":
+        command = ["timeout", "--preserve-status", "-s", "INT", f"{moment:.3f}", RUN, "--fake"]
+        process = lab.run(*command, start_new_session=True)
+        out, err = process.out, process.err
+    else:
+        process = lab.start(RUN, "--fake", start_new_session=True)
+        time.sleep(moment)
+        os.kill(process.pid, signal.SIGINT) if way == "to the script alone" else os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, (moment, err)
+    assert "Traceback" not in out + err, (moment, err)
+    assert "rror" not in err, (moment, err)
+    assert not [text for text in processes().values() if str(tmp_path) in text]
+    assert not fakes_of(process.pid), moment
+    assert not [name for name in lab.files() if name.endswith(".tmp")], moment
+    assert not list(tmp_path.glob("voice-llm.*")), moment
+
+
+# ---------------------------------------------------------------------------- the README's commands
+
+
+def test_the_readmes_three_commands_compare_two_prompts(lab, tmp_path):
+    readme = (TOP / "README.md").read_text("utf-8")
+    section = readme.partition("## You have a slow prompt")[2]
+    commands = re.findall(r"^    (\S.*)$", section, re.MULTILINE)[:3]
+    assert [command.split()[-2:] for command in commands[:2]] == [["./run_all.sh", "--more"]] * 2
+    (tmp_path / "prompt.txt").write_text("You answer the phone of a clinic. " * 200)
+    (tmp_path / "shorter.txt").write_text("You answer the phone of a clinic. " * 100)
+    lab.serve(prompt_ms=0.08, token_ms=4, silence=0.1)
+    for name in "run_all.sh", "sse.py", "report.py", *(path.name for path in TOP.glob("measure_*.py")):
+        (tmp_path / name).symlink_to(TOP / name)
+    del lab.env["VOICE_LLM_OUT"]
+    for command in commands:
+        process = lab.run("bash", "-c", command, cwd=tmp_path)
+        assert process.returncode == 0, process.err
+    old, new = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("before", "after"))
+    assert old["prompt_n_12docs"] > new["prompt_n_12docs"] + 500
+    assert re.search(rf"tokens, 12 docs +{old['prompt_n_12docs']} +{new['prompt_n_12docs']} +-", process.out)

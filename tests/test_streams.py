@@ -1,46 +1,31 @@
 """What a good reader doesn't notice: streams that are right, but not the usual ones."""
 
-import json
-import sys
-
 import bench_lag
 import faults
 import pytest
-from conftest import at_once, eventually
-from fake_server import ANSWERS, tokenize
+from conftest import eventually
+from fake_server import ANSWERS
 
 import sse
 
-NOT_BEFORE_MS = {"comments_at_prefill": 200, "early_role": 150, "reasoning_first": 120}
-BRING = ANSWERS["What should a new patient bring?"]
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    def run(lab, fault, script):
-        lab.serve(fault=fault)
-        return lab, lab.run(script)
-
-    rows = [(fault, script) for fault in faults.HARMLESS for script in ("measure_ttft.py", "sse.py")]
-    return at_once(tmp_path_factory.mktemp("rows"), rows, run)
+BLOOD_TEST = ANSWERS["How do I prepare for a fasting blood test?"]
 
 
 @pytest.mark.parametrize("fault", faults.HARMLESS)
-def test_it_is_read_right(outcomes, fault):
-    lab, process = outcomes[fault, "measure_ttft.py"]
-    assert process.returncode == 0, process.err
-    for run in lab.read("ttft.json")["runs"]:
-        assert NOT_BEFORE_MS.get(fault, 0) <= run["ttft_ms"] < run["total_ms"]
-        assert run["tokens"] == len(tokenize(BRING)) + 1
-        assert run["total_ms"] >= run["ttft_ms"] + (100 if fault == "late_done" else 0)
-    lab, process = outcomes[fault, "sse.py"]
-    assert process.returncode == 0, process.err
-    chunks = [json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()]
-    assert "".join(chunk["text"] for chunk in chunks) == BRING
+def test_it_is_read_right(lab, fault):
+    fake = lab.serve(fault=fault)
+    process = lab.run_ok("measure_sentence.py")
+    assert "note:" not in process.err
+    result = lab.read("sentence.json")
+    assert result["text"] == BLOOD_TEST
+    assert result["ttft_ms"] <= result["first_sentence_ms"] < result["total_ms"]
+    if fault == "late_done":
+        assert result["total_ms"] >= fake.sent_ms[0][-1] + 100
 
 
-def test_the_raw_file_has_the_comments_and_the_blank_lines_too(outcomes):
-    lab, _ = outcomes["comments", "sse.py"]
+def test_the_raw_file_has_the_comments_and_the_blank_lines_too(lab):
+    lab.serve(fault="comments")
+    lab.run_ok("sse.py")
     raw = (lab.out / "sse_raw.txt").read_bytes()
     assert raw.startswith(b":\n\n: keep-alive\n\ndata: {")
     assert raw.count(b": data: {not an event}\n") == raw.count(b"data: {") // 2
@@ -48,7 +33,7 @@ def test_the_raw_file_has_the_comments_and_the_blank_lines_too(outcomes):
 
 def test_a_connection_that_stays_open_after_done_is_not_waited_for(lab):
     lab.serve(fault="open_after_done")
-    assert lab.good("measure_sentence.py").seconds < 3
+    assert lab.run_ok("measure_sentence.py").seconds < 6
 
 
 @pytest.mark.parametrize(
@@ -63,14 +48,14 @@ def test_a_connection_that_stays_open_after_done_is_not_waited_for(lab):
 )
 def test_a_text_of_unusual_characters_or_length_arrives_whole(lab, fault, text):
     lab.serve(fault=fault)
-    lab.good("measure_sentence.py")
+    lab.run_ok("measure_sentence.py")
     assert lab.read("sentence.json")["text"].encode("utf-16", "surrogatepass").decode("utf-16") == text
 
 
 def test_what_a_model_says_can_not_steer_the_terminal(lab):
     lab.serve(fault="terminal_codes")
     for script in "sse.py", "measure_sentence.py":
-        process = lab.good(script)
+        process = lab.run_ok(script)
         assert "\\x1b[2J" in process.out
         assert all(c.isprintable() or c == "\n" for c in process.out + process.err)
         assert "\\nthere" in process.out or "there\\n" in process.out
@@ -79,32 +64,45 @@ def test_what_a_model_says_can_not_steer_the_terminal(lab):
 def test_the_answer_is_shown_on_a_terminal_that_knows_ascii_only(lab):
     lab.serve(fault="split_characters")
     lab.env["PYTHONIOENCODING"] = "ascii"
-    assert "\\u8a3a" in lab.good("sse.py").out
+    assert "\\u8a3a" in lab.run_ok("sse.py").out
 
 
-def events(data):
-    lines = data.splitlines(keepends=True) if isinstance(data, bytes) else data
-    return [(kind, value) for _, kind, value in sse.events((0, line) for line in lines)]
+# ---------------------------------------------------------------------------- the standard's rules
+
+EVENTS = [
+    (b"data: a\n\n", [b"a"]),
+    (b"data:a\n\ndata:  b\n\n", [b"a", b" b"]),
+    (b"data: a\ndata: b\n\n", [b"a\nb"]),
+    (b"data: a\r\n\r\n", [b"a"]),
+    (b":c\ndata: a\n: c\n\n:\n\n", [b"a"]),
+    (b"id: 1\nretry: 5\nevent: message\nfoo\nfoo: x\ndata: a\n\nid\n\n", [b"a"]),
+    (b"event:\ndata: a\n\n", [b"a"]),
+    (b"\xef\xbb\xbfdata: a\n\n", [b"a"]),
+    (b"data: a\n\n\xef\xbb\xbfdata: b\n\n", [b"a"]),
+    (b"data\n\ndata:\n\ndata:  \n\n", []),
+    (b"data: a\n\ndata: b\n", [b"a"]),
+    (b"data: a\rdata: b\n\n", [b"a\rdata: b"]),
+    (b"data: [DONE]", [b"[DONE]"]),
+    (b"data: [DONE]\n\n", [b"[DONE]"]),
+    (b"data:  [DONE] \r\n", [b"[DONE]"]),
+    (b"data: [DONE]\n\ndata: a\n\n", [b"[DONE]"]),
+    (b"data: a\ndata: [DONE]\n\n", [b"a\n[DONE]"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("stream", "expected"),
-    [
-        (b"data: a\n\n", [b"a"]),
-        (b"data:a\n\ndata:  b\n\n", [b"a", b" b"]),
-        (b"data: a\ndata: b\n\n", [b"a\nb"]),
-        (b"data: a\r\n\r\n", [b"a"]),
-        (b":c\ndata: a\n: c\n\n:\n\n", [b"a"]),
-        (b"id: 1\nretry: 5\nfoo\nfoo: x\ndata: a\n\n", [b"a"]),
-        (b"\xef\xbb\xbfdata: a\n\n", [b"a"]),
-        (b"data: a\n\n\xef\xbb\xbfdata: b\n\n", [b"a"]),
-        (b"data\n\ndata:\n\n", []),
-        (b"data: a\n\ndata: b\n", [b"a"]),
-        (b"data: [DONE]", [b"[DONE]"]),
-    ],
-)
-def test_events_follow_the_standard(stream, expected):
-    assert events(stream) == [(b"message", value) for value in expected]
+@pytest.mark.parametrize(("stream", "expected"), EVENTS)
+def test_events_follow_the_standard_but_for_done(stream, expected):
+    lines = (
+        [(0, line) for line in stream.splitlines(keepends=True)]
+        if b"a\rd" not in stream
+        else [(0, line + b"\n") for line in stream.split(b"\n")[:-1]]
+    )
+    assert list(sse.events(lines)) == [(0, b"message", value) for value in expected]
+
+
+def test_the_type_of_an_event_lasts_until_its_blank_line():
+    lines = [(0, line) for line in (b"event: x\n", b"data: a\n", b"\n", b"data: b\n", b"\n")]
+    assert list(sse.events(lines)) == [(0, b"x", b"a"), (0, b"message", b"b")]
 
 
 def test_an_event_has_the_time_of_its_last_data_line():
@@ -112,16 +110,78 @@ def test_an_event_has_the_time_of_its_last_data_line():
     assert list(sse.events(lines)) == [(2, b"message", b"a\nb")]
 
 
-def test_stream_writes_every_line_to_a_path_or_to_a_binary_file(lab, tmp_path, monkeypatch):
-    fake = lab.serve(fault="recorded")
-    monkeypatch.setenv("VOICE_LLM_URL", fake.url)
-    messages = [{"role": "user", "content": "hi"}]
-    chunks, total_ms, timings = sse.stream(messages, raw_out=str(tmp_path / "raw.txt"))
-    with open(tmp_path / "raw2.txt", "wb") as file:
-        sse.stream(messages, raw_out=file)
-    assert (tmp_path / "raw.txt").read_bytes() == (tmp_path / "raw2.txt").read_bytes() == faults.RECORDED.read_bytes()
+# ---------------------------------------------------------------------------- as a module
+
+
+@pytest.fixture
+def recorded(lab, monkeypatch):
+    monkeypatch.setenv("VOICE_LLM_URL", lab.serve(fault="recorded").url)
+    monkeypatch.setattr(sse, "notes", {})
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_stream_returns_fragments_the_whole_time_and_the_timings(recorded):
+    chunks, total_ms, timings = sse.stream(HI)
     assert 0 < chunks[0]["t_ms"] <= chunks[-1]["t_ms"] < total_ms
     assert timings["prompt_n"] == 34
+
+
+def test_stream_writes_every_line_to_a_path_a_binary_file_or_a_text_file(recorded, tmp_path):
+    sse.stream(HI, raw_out=str(tmp_path / "a"))
+    sse.stream(HI, raw_out=tmp_path / "b")
+    with open(tmp_path / "c", "wb") as file:
+        sse.stream(HI, raw_out=file)
+    with open(tmp_path / "d", "w") as file:
+        sse.stream(HI, raw_out=file)
+    for name in "abcd":
+        assert (tmp_path / name).read_bytes() == faults.RECORDED.read_bytes()
+
+
+def test_of_each_kind_of_note_the_largest_is_kept(monkeypatch):
+    monkeypatch.setattr(sse, "notes", {})
+    for size in 60, 90, 70:
+        sse.note("late", f"{size} ms", size)
+    sse.note("other", "once")
+    assert sse.notes == {"late": (90, "90 ms"), "other": (0, "once")}
+
+
+def looked_back(monkeypatch, timings, first=1000.0, chunks=((1000.0, 2000.0)), total=2000.0):
+    """The kinds of notes after an answer with these times, all in ms."""
+
+    class Whole:
+        first_token_ms, total_ms = first, total
+
+    Whole.timings = timings
+    monkeypatch.setattr(sse, "notes", {})
+    monkeypatch.setattr(sse, "slots", list)
+    sse.look_back(Whole, [{"t_ms": t_ms, "text": "x"} for t_ms in chunks])
+    return set(sse.notes)
+
+
+@pytest.mark.parametrize(
+    ("timings", "times", "notes"),
+    [
+        ({"prompt_ms": 901.0, "predicted_ms": 1000.0}, {}, set()),
+        ({"prompt_ms": 899.0, "predicted_ms": 1000.0}, {}, {"late"}),
+        ({"prompt_ms": 51.0}, {"first": 100.0, "chunks": (100.0, 2000.0)}, set()),
+        ({"prompt_ms": 49.0}, {"first": 100.0, "chunks": (100.0, 2000.0)}, {"late"}),
+        ({"prompt_ms": 1000.0, "predicted_ms": 1110.0}, {}, set()),
+        ({"prompt_ms": 1000.0, "predicted_ms": 1112.0}, {}, {"held"}),
+        ({"prompt_ms": 1000.0, "predicted_ms": 149.0}, {"total": 1100.0}, set()),
+        ({"prompt_ms": 1000.0, "predicted_ms": 151.0}, {"total": 1100.0}, {"held"}),
+        ({"prompt_ms": 5000.0, "predicted_ms": 1.0}, {}, set()),
+        ({}, {"chunks": (1000.0,) * 8}, {"held"}),
+        ({}, {"chunks": (1000.0,) * 7 + (1001.0,)}, {"held"}),
+        ({}, {"chunks": (1000.0,) * 7 + (1001.1,)}, set()),
+        ({}, {"chunks": (1000.0,) * 7}, set()),
+        ({"prompt_ms": "12", "predicted_ms": float("nan")}, {}, set()),
+        ({"prompt_ms": 1000.0}, {"chunks": (1200.0, 2000.0)}, {"reasoning"}),
+    ],
+)
+def test_a_gap_to_the_servers_clock_is_noted_above_50_ms_and_a_tenth(monkeypatch, timings, times, notes):
+    assert looked_back(monkeypatch, timings, **times) == notes
 
 
 def test_an_answer_can_be_stopped_by_whoever_iterates_over_it(lab, monkeypatch):
@@ -135,8 +195,11 @@ def test_an_answer_can_be_stopped_by_whoever_iterates_over_it(lab, monkeypatch):
                 answer.close()
     assert "".join(texts) == "1, 2"
     assert answer.total_ms is None
-    assert not answer.ended
+    assert answer.finish_reason is None
     assert eventually(lambda: len(fake.closed_ms) == 1)
+
+
+# ---------------------------------------------------------------------------- what it costs
 
 
 def costs(*runs, rounds):
@@ -148,11 +211,10 @@ def costs(*runs, rounds):
 
 
 def test_a_long_stream_costs_no_more_a_fragment_than_a_short_one():
-    short, long = costs((bench_lag.read_sse, 5000), (bench_lag.read_sse, 100_000), rounds=2)
+    short, long = costs((bench_lag.read_sse, 500), (bench_lag.read_sse, 10_000), rounds=2)
     assert long < 1.5 * short
 
 
 def test_a_fragment_costs_less_than_two_and_a_half_times_a_bare_socket_loop():
-    bare, ours = costs((bench_lag.read_bare_socket, 5000), (bench_lag.read_sse, 5000), rounds=12)
-    # In Python 3.9 http.client copies what it reads once more.
-    assert ours < (2.5 if sys.version_info >= (3, 10) else 3.2) * bare
+    bare, ours = costs((bench_lag.read_bare_socket, 1000), (bench_lag.read_sse, 1000), rounds=8)
+    assert ours < 2.5 * bare
