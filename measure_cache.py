@@ -19,7 +19,7 @@ import sse
 from measure_prefill import documents, long_prompt, question
 
 TIME = "Current time: 14:05."
-SHARED = 40  # tokens: what a chat template puts in front of every prompt, and the time, are fewer
+TEMPLATE = 40  # tokens: a chat template puts fewer in front of every prompt, and so does the line with the time
 
 
 def ask(what, system):
@@ -27,22 +27,26 @@ def ask(what, system):
     sse.wait_idle()
     sse.say(f"{what} ... ", end="")
     chunks, _, timings = sse.stream(sse.chat(system, question()), max_tokens=32, cache_prompt=True)
-    figures = {"prompt_n": sse.timing(timings, "prompt_n"), "ttft_ms": chunks[0]["t_ms"]}
-    reused = None if timings.get("cache_n") is None else sse.timing(timings, "cache_n")  # old builds don't tell
-    tokens = f"{sse.count(figures['prompt_n'], 'token')} computed" + (
-        f", {reused} reused" if reused is not None else ""
-    )
+    figures = {"prompt_n": sse.required_timing(timings, "prompt_n"), "ttft_ms": chunks[0]["t_ms"]}
+    tokens, reused = f"{sse.count(figures['prompt_n'], 'token')} computed", None
+    if timings.get("cache_n") is not None:  # old builds don't tell
+        reused = sse.required_timing(timings, "cache_n")
+        tokens += f", {reused} reused"
     sse.say(f"{tokens}, {figures['ttft_ms']:.1f} ms")
     return figures, reused
 
 
-def check_cold(name, figures, reused, other):
-    """Raise sse.Failure where a prompt that shares nothing with the one before was answered from a cache.
+def check_cold(name, system, figures, reused, other_prompt_n):
+    """Raise sse.Failure where `system`, which shares nothing with the prompt before it, came from a cache.
 
-    `other`: the tokens that the other cold prompt of this step computed. It tells where the server does not.
+    `other_prompt_n`: the tokens that the other cold prompt of this step computed.
     """
     computed = figures["prompt_n"]
-    if (reused or 0) > max(SHARED, 0.1 * (reused or 0) + 0.1 * computed) or computed < 0.9 * (other - SHARED):
+    told = reused is not None and reused > max(TEMPLATE, 0.1 * (reused + computed))
+    # What was computed tells where the server does not: as much as for the other cold prompt, and a
+    # prompt has about as many tokens as words, or more.
+    inferred = computed < max(0.9 * (other_prompt_n - TEMPLATE), 0.5 * len(system.split()))
+    if told or inferred:
         kept = f", with {sse.count(reused, 'token')} reused" if reused else ""
         raise sse.Failure(
             f"{name} was answered from a cache already{kept}, so there is nothing to compare with: "
@@ -54,17 +58,18 @@ def measure(texts, changed_suffix=False):
     """The requests of this step → the content of cache.json. Times in milliseconds. Raises sse.Failure."""
     system = long_prompt(texts)
     sse.wait_idle()
-    sse.stream([{"role": "user", "content": "hi"}], max_tokens=4)
+    with sse.Answer([{"role": "user", "content": "hi"}], max_tokens=4) as hi:
+        list(hi)
     first, first_reused = ask(f"first: {sse.count(len(texts), 'document')}, cache cold", system)
     second, _ = ask("second: the same again", system)
     result = {"first": first, "second": second}
     if changed_suffix:
-        result["changed_suffix"], _ = ask("changed_suffix: time at the end", f"{system}\n{TIME}")
-    prefix, prefix_reused = ask("changed_prefix: time in front", f"{TIME} {system}")
+        result["changed_suffix"], _ = ask("changed_suffix: clock last", f"{system}\n{TIME}")
+    prefix, prefix_reused = ask("changed_prefix: clock first", f"{TIME} {system}")
     result["changed_prefix"] = prefix
-    check_cold("first", first, first_reused, prefix["prompt_n"])
-    check_cold("changed_prefix", prefix, prefix_reused, first["prompt_n"])
-    hits = [name for name in result if name in ("second", "changed_suffix")]
+    check_cold("first", system, first, first_reused, prefix["prompt_n"])
+    check_cold("changed_prefix", system, prefix, prefix_reused, first["prompt_n"])
+    hits = [name for name in ("second", "changed_suffix") if name in result]
     missed = [name for name in hits if result[name]["prompt_n"] >= 0.9 * first["prompt_n"]]
     if missed:
         why = "a model with a sliding window or recurrent memory, --no-cache-prompt, or another request in between"

@@ -36,7 +36,7 @@ COUNTING = [{"role": "user", "content": "List the numbers from 1 to 300, separat
 HI = [{"role": "user", "content": "hi"}]
 MAX_TOKENS = 256
 CUT, EARLY_CUT = 0.5, 0.1  # seconds
-FAR = "it is too far away, or was about to refuse: set VOICE_LLM_URL to a server near by, or look at its log"
+TOO_FAR = "it is too far away, or was about to refuse: set VOICE_LLM_URL to a server near by, or look at its log"
 
 
 def void(why, what_to_do):
@@ -65,32 +65,34 @@ def during_generation():
     with contextlib.suppress(sse.Failure), sse.Answer(COUNTING, max_tokens=1) as answer:
         list(answer)  # puts the prompt into the KV cache; what goes wrong here goes wrong again below
     sse.wait_idle(required=True)
-    sse.say(f"counting to 300, hanging up after {CUT * 1000:.0f} ms ... ", end="")
-    tasks = []
+    sse.say("hanging up ... ", end="")
+    tasks = None
     with sse.Answer(COUNTING, MAX_TOKENS, cut_after=CUT) as answer:
         for _ in answer:
             if not tasks:
                 with contextlib.suppress(sse.Failure):
-                    tasks = at_work()
-                if answer.closed_at_ms is not None:  # the look came too late, and kept fragments from being read
-                    tasks = []
+                    found = at_work()
+                    if answer.closed_at_ms is None:  # a look that ends later proves nothing
+                        tasks = found
+    close = f"the close at {CUT * 1000:.0f} ms"
     if answer.finish_reason or answer.total_ms is not None:
-        raise void(
-            "the answer had ended before the close at 500 ms", "use a slower model, or one that goes on counting"
-        )
+        raise void(f"the answer had ended before {close}", "use a slower model, or one that goes on counting")
     if answer.accepted_ms is None:
-        raise void("the server had not answered by the close at 500 ms", FAR)
+        raise void(f"the server had not answered by {close}", TOO_FAR)
     if not answer.count and answer.first_token_ms is not None:
-        raise void("only reasoning came before the close at 500 ms", "start llama-server with --reasoning-budget 0")
+        raise void(f"only reasoning came before {close}", "start llama-server with --reasoning-budget 0")
     if not answer.count:
-        faster = "use a smaller model or a faster machine, and llama-server without --no-cache-prompt"
-        raise void("the server was still computing the prompt (prefill) at the close at 500 ms", faster)
+        faster = "run this again on an idle or faster machine, and llama-server without --no-cache-prompt"
+        raise void(f"the server was still computing the prompt (prefill) at {close}", faster)
+    itself = "set VOICE_LLM_URL to llama-server itself, without a proxy"
+    if tasks is None:
+        raise void(f"/slots did not answer between the first token and {close}", itself)
     if not tasks:
-        proxy = "set VOICE_LLM_URL to llama-server itself, without a proxy that caches"
-        raise void("/slots showed no slot at work while tokens came", proxy)
-    # All slots were idle before, so ours is the oldest of the requests at work.
-    task = None if None in tasks else min(tasks)
-    idle_ms = round((end_of(task) - answer.start) * 1000 - answer.closed_at_ms, 3)
+        raise void("/slots showed no slot at work while tokens came", f"{itself} that caches")
+    if len(tasks) > 1:
+        others = "stop the other requests, or start llama-server with -np 1"
+        raise void(f"{len(tasks)} requests were at work at once, and /slots does not tell which is ours", others)
+    idle_ms = round((end_of(tasks[0]) - answer.start) * 1000 - answer.closed_at_ms, 3)
     sse.say(f"{sse.count(answer.count, 'fragment')} by {answer.closed_at_ms:.1f} ms, slot idle {idle_ms:.1f} ms later")
     return {
         "max_tokens": MAX_TOKENS,
@@ -109,13 +111,13 @@ def during_prefill(texts):
         list(left)
     if left.first_token_ms is not None:
         longer = "lengthen the prompt (VOICE_LLM_SYSTEM, or documents in VOICE_LLM_KB) until prefill takes longer"
-        raise void("the first token came before the close at 100 ms", longer)
+        raise void(f"the first token came before the close at {EARLY_CUT * 1000:.0f} ms", longer)
     if left.accepted_ms is None:
-        raise void("the server had not accepted the request by the close at 100 ms", FAR)
+        raise void(f"the server had not accepted the request by the close at {EARLY_CUT * 1000:.0f} ms", TOO_FAR)
     with sse.Answer(HI, max_tokens=4, cache_prompt=False) as following:
-        first_ms = next(chunk["t_ms"] for chunk in list(following))
-    wait_ms = round((following.start - left.start) * 1000 - left.closed_at_ms + first_ms, 3)
-    prompt_ms = sse.timing(following.timings, "prompt_ms")
+        chunks = list(following)
+    wait_ms = round((following.start - left.start) * 1000 - left.closed_at_ms + chunks[0]["t_ms"], 3)
+    prompt_ms = sse.required_timing(following.timings, "prompt_ms")
     sse.say(f"{wait_ms:.1f} ms")
     return {
         "docs": len(texts),

@@ -33,15 +33,16 @@ def documents():
     Raises sse.Failure where there is none, or naming the file that can't be read.
     """
     folder = sse.setting("VOICE_LLM_KB")
+    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "kb")
+    what_to_do = f"set VOICE_LLM_KB to the folder of the documents (the suite's own: {own})"
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".md") and not name.startswith("."))
     except OSError as error:
-        why = f"can't read {folder} ({sse.error_words(error)})"
-        raise sse.Failure(f"{why}: set VOICE_LLM_KB to the folder of the documents") from None
+        raise sse.Failure(f"can't read {folder} ({sse.error_words(error)}): {what_to_do}") from None
     if not names:
-        raise sse.Failure(f"there is no *.md in {folder}: set VOICE_LLM_KB to the folder of the documents")
-    what_to_do = "convert it to UTF-8 and make it readable, or remove it from VOICE_LLM_KB"
-    texts = [sse.read_text(os.path.join(folder, name), what_to_do) for name in names]
+        raise sse.Failure(f"there is no *.md in {folder}: {what_to_do}")
+    convert = "convert it to UTF-8 and make it readable, or remove it from VOICE_LLM_KB"
+    texts = [sse.read_text(os.path.join(folder, name), convert) for name in names]
     empty = [name for name, text in zip(names, texts) if not text]
     if empty:
         sse.note("empty", f"empty, so it adds no tokens to the prompt: {', '.join(empty)}")
@@ -70,9 +71,9 @@ def measure(texts):
     rows = []
     for docs, prompt in prompts.items():
         sse.wait_idle()
-        sse.say(f"{sse.count(docs, 'document')}, KV cache off ... ", end="")
+        sse.say(f"{sse.count(docs, 'document')} ... ", end="")
         chunks, _, timings = sse.stream(sse.chat(prompt, question()), max_tokens=32, cache_prompt=False)
-        prompt_n, prompt_ms = sse.timing(timings, "prompt_n"), sse.timing(timings, "prompt_ms")
+        prompt_n, prompt_ms = sse.required_timing(timings, "prompt_n"), sse.required_timing(timings, "prompt_ms")
         rows.append({"docs": docs, "prompt_n": prompt_n, "prompt_ms": prompt_ms, "ttft_ms": chunks[0]["t_ms"]})
         times = f"prefill {prompt_ms:.1f} ms, first token {chunks[0]['t_ms']:.1f} ms"
         sse.say(f"{sse.count(prompt_n, 'token')}, {times}")
@@ -86,6 +87,8 @@ def main():
     texts = enough_documents()
     long_prompt(texts)
     if check:
+        sse.address()
+        sse.timeout()
         return
     sse.make_out()
     rows = measure(texts)

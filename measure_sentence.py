@@ -39,15 +39,13 @@ def first_sentence(chunks, total_ms):
     return text[: end.end()], chunk["t_ms"]
 
 
-def measure():
+def measure(messages):
     """One answer → the content of sentence.json. Times in milliseconds. Raises sse.Failure."""
-    question = sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST
-    messages = sse.chat(sse.system_prompt(THREE_SENTENCES), question)
     sse.wait_idle()
     sse.say("three sentences ... ", end="")
     chunks, total_ms, _ = sse.stream(messages, max_tokens=120, cache_prompt=False)
     sentence, sentence_ms = first_sentence(chunks, total_ms)
-    sse.say(f"first token {chunks[0]['t_ms']:.1f}, first sentence {sentence_ms:.1f}, whole answer {total_ms:.1f} ms")
+    sse.say(f"first token {chunks[0]['t_ms']:.1f}, sentence {sentence_ms:.1f}, answer {total_ms:.1f} ms")
     return {
         "ttft_ms": chunks[0]["t_ms"],
         "first_sentence_ms": sentence_ms,
@@ -59,8 +57,9 @@ def measure():
 
 def main():
     sse.parser(__doc__).parse_args()
+    messages = sse.chat(sse.system_prompt(THREE_SENTENCES), sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST)
     sse.make_out()
-    result = measure()
+    result = measure(messages)
     print(f"the first sentence: {sse.printable(result['first_sentence'])}")
     table = [
         f"first token    {result['ttft_ms']:8.1f} ms",

@@ -23,23 +23,26 @@ def median(times):
     return sorted(times)[len(times) // 2]
 
 
-def measure():
+def measure(messages):
     """Five answers → the content of ttft.json. Times in milliseconds. Raises sse.Failure."""
-    messages = sse.chat(sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION)
     runs, computed = [], []
     for number in range(1, RUNS + 1):
         sse.wait_idle()
-        sse.say(f"run {number} of {RUNS}, KV cache off ... ", end="")
+        sse.say(f"run {number} of {RUNS} ... ", end="")
         chunks, total_ms, timings = sse.stream(messages, cache_prompt=False)
-        run = {"ttft_ms": chunks[0]["t_ms"], "total_ms": total_ms, "tokens": sse.timing(timings, "predicted_n")}
+        run = {
+            "ttft_ms": chunks[0]["t_ms"],
+            "total_ms": total_ms,
+            "tokens": sse.required_timing(timings, "predicted_n"),
+        }
         runs.append(run)
         computed.append(timings.get("prompt_n"))
         times = f"first token {run['ttft_ms']:.1f} ms, whole answer {total_ms:.1f} ms"
         sse.say(f"{times}, {sse.count(run['tokens'], 'token')}")
     if any(prompt_n != computed[0] for prompt_n in computed):  # all there is where the server has no cache_n
         raise sse.Failure(
-            f"the same prompt took {', '.join(map(str, computed))} tokens of computation, so the KV cache was not off: "
-            "set VOICE_LLM_URL to a llama-server itself, without a proxy that drops cache_prompt"
+            f"the server computed {', '.join(map(str, computed))} tokens of the same prompt, so the KV cache was on: "
+            "set VOICE_LLM_URL to llama-server itself, without a proxy that drops cache_prompt"
         )
     return {
         "runs": runs,
@@ -50,8 +53,9 @@ def measure():
 
 def main():
     sse.parser(__doc__).parse_args()
+    messages = sse.chat(sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION)
     sse.make_out()
-    result = measure()
+    result = measure(messages)
     print(f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms")
     table = [" first token ms   whole answer ms   tokens"]
     table += [f"{run['ttft_ms']:15.1f} {run['total_ms']:17.1f} {run['tokens']:8}" for run in result["runs"]]

@@ -62,10 +62,11 @@ def script_of(name):
     return others.get(name) or f"measure_{name[:-5]}.py"
 
 
-def load(folder):
-    """The results in `folder` → {"ttft": content of ttft.json, …}; optional files only where they are there.
+def load(folder, setting):
+    """The results in `folder` → {"ttft": content of ttft.json, …}; optional files only where this run wrote them.
 
-    Raises sse.Failure naming every missing file and its script, or the file and the key that is not what it must be.
+    `setting`: what names the folder. Raises sse.Failure naming every missing file and its script, or the file and the
+    key that is not what it must be.
     """
     missing = [name for name in SHAPES if not name.endswith("?") and not os.path.exists(os.path.join(folder, name))]
     if missing:
@@ -73,7 +74,7 @@ def load(folder):
         what = f"missing in {folder}" if os.path.isdir(folder) else f"there is no folder {folder} with results"
         names = ", ".join(f"{name} ({script_of(name)} makes it)" for name in missing)
         other = f"; the simulated ones are in {fake}" if os.path.isdir(fake) else ""
-        raise sse.Failure(f"{what}: {names}: run these, or set VOICE_LLM_OUT to the folder of the results{other}")
+        raise sse.Failure(f"{what}: {names}: run these, or set {setting} to the folder of the results{other}")
     results = {}
     for name, shape in SHAPES.items():
         path, again = os.path.join(folder, name.rstrip("?")), f"run {script_of(name.rstrip('?'))} again"
@@ -90,6 +91,10 @@ def load(folder):
         if wrong:
             raise sse.Failure(f"{path}: {wrong}: {again}")
         results[os.path.basename(path)[:-5]] = content
+    times = {name: time for time, name in written(folder)}
+    required = min(times[name] for name in SHAPES if not name.endswith("?"))
+    if times.get("cancel_prefill.json", required) < required - 1:
+        del results["cancel_prefill"]  # of an earlier run: this one has not measured it
     docs = [row["docs"] for row in results["prefill"]]
     if docs != list(COUNTS):
         raise sse.Failure(f"{folder}/prefill.json: docs is {docs}, not {list(COUNTS)}: run measure_prefill.py again")
@@ -115,13 +120,23 @@ def mismatch(value, shape, where=""):
     return next(filter(None, (mismatch(*item) for item in inner)), "")
 
 
-def age(folder):
-    """A line that asks whether the files are of one run, where they were written far apart; "" where not."""
+def written(folder):
+    """When each result in `folder` was written → [(time, name), …], the oldest first."""
     paths = [os.path.join(folder, name.rstrip("?")) for name in SHAPES]
-    times = sorted((os.path.getmtime(path), os.path.basename(path)) for path in paths if os.path.exists(path))
-    (oldest, old), (newest, new) = times[0], times[-1]
-    minutes = (newest - oldest) / 60
-    return f"{old} is {minutes:.0f} minutes older than {new}: are they of one run?" if minutes >= 10 else ""
+    return sorted((os.path.getmtime(path), os.path.basename(path)) for path in paths if os.path.exists(path))
+
+
+def written_apart(folder):
+    """A line that asks whether the files are of one run, if a run would have written them in another way; "" if not."""
+    times = {name: time for time, name in written(folder)}
+    (oldest, old), *_, (newest, new) = written(folder)
+    if newest - oldest >= 600:
+        return f"{old} is {(newest - oldest) / 60:.0f} minutes older than {new}: are they of one run?"
+    order = [name for name in SHAPES if not name.endswith("?")]
+    for early, late in zip(order, order[1:]):
+        if times[late] < times[early] - 1:
+            return f"{late} is older than {early}: are they of one run?"
+    return ""
 
 
 def identity(results):
@@ -131,7 +146,7 @@ def identity(results):
     model, alias = (os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias"))
     found = {
         "model": (model or alias or "a model not named in props.json")
-        + f" ({alias})" * bool(model and alias not in ("", model)),
+        + (f" ({alias})" if model and alias not in ("", model) else ""),
         "context": settings.get("n_ctx") if isinstance(settings, dict) else None,
         "slots": props.get("total_slots"),
         "build": props.get("build_info"),
@@ -153,13 +168,13 @@ def rows(results):
 
     # Cold prompts of one run should cost the same for each token; each was measured only once.
     cold = {"12 docs": prefill[-1], "cache, first": cache["first"], "cache, clock first": cache["changed_prefix"]}
-    each = {name: row["ttft_ms"] / max(row["prompt_n"], 1) for name, row in cold.items()}
-    steady = max(each.values()) <= 1.5 * min(each.values())
+    ms_per_token = {name: row["ttft_ms"] / max(row["prompt_n"], 1) for name, row in cold.items()}
+    steady = max(ms_per_token.values()) <= 1.5 * min(ms_per_token.values())
 
     for row in prefill:
         name, last = f"{row['docs']} docs", row is prefill[-1]
-        per_token, share = row["prompt_ms"] / max(row["prompt_n"], 1), row["prompt_ms"] / max(row["ttft_ms"], 0.001)
-        words = f"{row['prompt_n']} tokens at {per_token:.2f} ms, prefill {share:.0%}"
+        prefill_ms, share = row["prompt_ms"] / max(row["prompt_n"], 1), row["prompt_ms"] / max(row["ttft_ms"], 0.001)
+        words = f"{row['prompt_n']} tokens at {prefill_ms:.2f} ms, prefill {share:.0%}"
         key = "ttft_12docs_ms" if last else ""
         table.append(Row(f"first token, {name}", row["ttft_ms"], "ms", words, steady or not last, key))
         table.append(Row(f"tokens, {name}", row["prompt_n"], "tokens", key="prompt_n_12docs" if last else ""))
@@ -184,8 +199,11 @@ def rows(results):
     table.append(Row("stop after hang-up", cancel["slot_idle_after_ms"], "ms", words, key="cancel_idle_ms"))
     if early:
         words = f"hang-up in prefill; its own: {early['next_prompt_ms']:.1f}"
-        table.append(Row("next caller waits", early["next_ttft_ms"], "ms", words))
-    return table + [Row(f"ms per token, {name}", cost, "ms per token", "", steady) for name, cost in each.items()]
+        longest = cache["first"]["ttft_ms"] + early["next_prompt_ms"]  # the whole prompt, and then its own
+        table.append(
+            Row("next caller waits", early["next_ttft_ms"], "ms", words, early["next_ttft_ms"] <= 1.5 * longest)
+        )
+    return table + [Row(f"ms per token, {name}", ms, "ms per token", "", steady) for name, ms in ms_per_token.items()]
 
 
 def figures(table):
@@ -212,7 +230,8 @@ def picture(table, width, unicode):
     lines = []
     for row in times:
         start = f"{row.name:{name_width}} {row.value:8.1f} ms {bar(row.value * scale, unicode)}"
-        wrapped = textwrap.wrap(row.words + ", UNSTEADY" * (not row.steady), width - left if beside else width - 2)
+        words = row.words if row.steady else f"{row.words}, UNSTEADY"
+        wrapped = textwrap.wrap(words, width - left if beside else width - 2)
         if beside:
             lines += [f"{text:{left}}{line}" for text, line in zip([start, *[""] * len(wrapped)], wrapped)]
         else:
@@ -225,60 +244,83 @@ def picture(table, width, unicode):
 # ---------------------------------------------------------------------------- what must hold
 def checks(results):
     """What must hold within one run → [Check, …]."""
-    runs, (none, four, twelve), cache = results["ttft"]["runs"], results["prefill"], results["cache"]
+    runs, prefill, cache = results["ttft"]["runs"], results["prefill"], results["cache"]
     sentence, cancel = results["sentence"], results["cancel"]
-    first, second, prefix = cache["first"], cache["second"], cache["changed_prefix"]
     closest = min(runs, key=lambda run: run["total_ms"] - run["ttft_ms"])
-    ttft_p50, total_p50 = (median([run[key] for run in runs]) for key in ("ttft_ms", "total_ms"))
-    length = len(sentence["first_sentence"])
-    same = length if sentence["text"].startswith(sentence["first_sentence"]) else 0
-    received, closed_ms = cancel["received_tokens"], cancel["closed_at_ms"]
-    rest_ms = (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
-    empty = "the documents add no tokens: look into VOICE_LLM_KB"
-    kept = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
-    unused = "second reused nothing: the model (sliding window, recurrent memory: --swa-full helps some) or a flag of "
-    unused = unused + "llama-server (--no-cache-prompt)" if second["prompt_n"] >= 0.9 * first["prompt_n"] else ""
-    on = "the server may have gone on to the end, as behind a relay that swallows a hang-up: ask llama-server itself"
-    return [
+    table = [
         Check(
             "ttft", "the first token comes before the end, in every run", closest["ttft_ms"], "<", closest["total_ms"]
-        ),
-        Check("ttft", "ttft_p50 is the third of the five sorted runs", results["ttft"]["ttft_p50"], "==", ttft_p50),
-        Check("ttft", "total_p50 is the third of the five sorted runs", results["ttft"]["total_p50"], "==", total_p50),
-        Check("prefill", "4 documents are more tokens than none", none["prompt_n"], "<", four["prompt_n"], empty),
-        Check("prefill", "12 documents are more tokens than 4", four["prompt_n"], "<", twelve["prompt_n"], empty),
+        )
+    ]
+    for key in "ttft", "total":
+        third, text = median([run[f"{key}_ms"] for run in runs]), f"{key}_p50 is the third of the five sorted runs"
+        table.append(Check("ttft", text, results["ttft"][f"{key}_p50"], "==", third))
+
+    none, four, twelve = prefill
+    no_tokens = "the documents add no tokens: look into VOICE_LLM_KB"
+    table += [
+        Check("prefill", "4 documents are more tokens than none", none["prompt_n"], "<", four["prompt_n"], no_tokens),
+        Check("prefill", "12 documents are more tokens than 4", four["prompt_n"], "<", twelve["prompt_n"], no_tokens),
         Check("prefill", "4 documents delay the first token", none["ttft_ms"], "<", four["ttft_ms"]),
         Check("prefill", "12 documents delay it more", four["ttft_ms"], "<", twelve["ttft_ms"]),
-        Check("prefill", "no documents: prefill is over at the first token", none["prompt_ms"], "<=", none["ttft_ms"]),
-        Check("prefill", "4 documents: prefill is over at the first token", four["prompt_ms"], "<=", four["ttft_ms"]),
-        Check(
-            "prefill", "12 documents: prefill is over at the first token", twelve["prompt_ms"], "<=", twelve["ttft_ms"]
-        ),
-        Check("cache", "a hit computes fewer tokens than first", second["prompt_n"], "<", first["prompt_n"], unused),
-        Check("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], unused),
+    ]
+    for name, row in zip(("no documents", "4 documents", "12 documents"), prefill):
+        text = f"{name}: prefill is over at the first token"
+        table.append(Check("prefill", text, row["prompt_ms"], "<=", row["ttft_ms"]))
+
+    first, second, prefix = cache["first"], cache["second"], cache["changed_prefix"]
+    nothing_reused = warm = ""
+    if second["prompt_n"] >= 0.9 * first["prompt_n"]:
+        nothing_reused = (
+            "second reused nothing: the model (sliding window, recurrent memory: --swa-full helps some) or "
+        )
+        nothing_reused += "a flag of llama-server (--no-cache-prompt)"
+    if prefix["prompt_n"] < 0.9 * first["prompt_n"]:
+        warm = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
+    least = 0.9 * first["prompt_n"]
+    table += [
         Check(
             "cache",
-            "changed prefix: 0.9 of first is computed again",
-            0.9 * first["prompt_n"],
-            "<=",
-            prefix["prompt_n"],
-            kept,
+            "a hit computes fewer tokens than first",
+            second["prompt_n"],
+            "<",
+            first["prompt_n"],
+            nothing_reused,
         ),
-        Check("cache", "changed prefix: slower than a hit", second["ttft_ms"], "<", prefix["ttft_ms"], unused),
+        Check("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], nothing_reused),
+        Check("cache", "changed prefix: 0.9 of first is computed again", least, "<=", prefix["prompt_n"], warm),
+        Check(
+            "cache",
+            "changed prefix: slower than a hit",
+            second["ttft_ms"],
+            "<",
+            prefix["ttft_ms"],
+            nothing_reused or warm,
+        ),
+    ]
+
+    length = len(sentence["first_sentence"])
+    begins = length if sentence["text"].startswith(sentence["first_sentence"]) else 0
+    table += [
         Check("sentence", "first token, then first sentence", sentence["ttft_ms"], "<=", sentence["first_sentence_ms"]),
         Check("sentence", "first sentence, then the end", sentence["first_sentence_ms"], "<=", sentence["total_ms"]),
-        Check("sentence", "the text starts with the sentence (characters)", same, "==", length),
+        Check("sentence", "the text starts with the sentence (characters)", begins, "==", length),
+    ]
+
+    received, closed_ms = cancel["received_tokens"], cancel["closed_at_ms"]
+    half_ms = (
+        0.5 * (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
+    )  # of what the rest would have taken
+    went_on = ""
+    if half_ms > 0:
+        went_on = "the server may have gone on to the end, as behind a relay that swallows a hang-up: "
+        went_on += "set VOICE_LLM_URL to llama-server itself"
+    idle_ms = cancel["slot_idle_after_ms"]
+    return table + [
         Check("cancel", "fragments came before the close", 0, "<", received),
         Check("cancel", "the close came before the last token", received, "<", cancel["max_tokens"]),
         Check("cancel", "closed at 500 ms or later", CUT * 1000, "<=", closed_ms),
-        Check(
-            "cancel",
-            "idle before half of the rest was due",
-            cancel["slot_idle_after_ms"],
-            "<",
-            0.5 * rest_ms,
-            on if rest_ms else "",
-        ),
+        Check("cancel", "the slot was idle before half of the rest was due", idle_ms, "<", half_ms, went_on),
     ]
 
 
@@ -310,7 +352,9 @@ def comparison(old, new, width):
     lines = [f"{'':32} {'old':>12} {'new':>12}    change" if wide else "old, new, change"]
     for name, (was, now) in sorted(both.items(), key=lambda item: not any(row and row.key for row in item[1])):
         left, right = ("not measured" if row is None else f"{row.value:{FORMATS[row.unit]}}" for row in (was, now))
-        change = f"{now.value / was.value - 1:+.1%}" if was and now and was.value else "from 0" if was and now else ""
+        change = ""
+        if was and now:  # adding 0.0 turns -0.0 into 0.0
+            change = f"{round(now.value / was.value - 1, 3) + 0.0:+.1%}" if was.value else "from 0"
         mark = "" if all(row is None or row.steady for row in (was, now)) else "UNSTEADY"
         if wide:
             lines.append(f"{name:32} {left:>12} {right:>12} {change:>9}  {mark}".rstrip())
@@ -326,10 +370,12 @@ def main():
     options = options.parse_args()
     if options.against is not None and not os.path.isdir(options.against):
         raise sse.Failure(f"there is no folder {options.against!r} to compare with")
-    results = load(sse.out())
-    old = load(options.against) if options.against else None
+    results = load(sse.setting("VOICE_LLM_OUT"), "VOICE_LLM_OUT")
+    if options.against and os.path.samefile(options.against, sse.result_path()):
+        raise sse.Failure("--against names the folder of VOICE_LLM_OUT itself: give it the earlier results")
+    old = load(options.against, "--against") if options.against else None
     table = rows(results)
-    sse.save({sse.out("report.json"): figures(table)})
+    sse.save({sse.result_path("report.json"): figures(table)})
 
     width = max(40, shutil.get_terminal_size().columns)
     encoding = (sys.stdout and sys.stdout.encoding) or "ascii"
@@ -344,7 +390,7 @@ def main():
     if old:
         was, now = identity(old), identity(results)
         add(f"old: {options.against}: {', '.join(was.values())}")
-        add(f"new: {sse.out()}: {', '.join(now.values())}")
+        add(f"new: {sse.setting('VOICE_LLM_OUT')}: {', '.join(now.values())}")
         different = [key for key in ("model", "context", "slots", "build") if was.get(key) != now.get(key)]
         if different:
             add(f"NOT THE SAME: {', '.join(different)}. The changes are not the prompt's alone.")
@@ -353,17 +399,17 @@ def main():
         add(f"Where the time goes: {', '.join(identity(results).values())}", 2)
         lines += picture(table, width, unicode)
     lines.append("")
-    add(age(sse.out()))
+    add(written_apart(sse.result_path()))
     must_hold = checks(results)
     failed = [check for check in must_hold if not holds(check)]
     add(f"{len(must_hold) - len(failed)} of {len(must_hold)} checks hold")
     lines += check_lines(must_hold if options.checks else failed, width)
-    add(f"wrote {sse.out('report.json')}")
+    add(f"wrote {sse.result_path('report.json')}")
     print("\n".join(lines), flush=True)
     if failed:
         causes = "; ".join(dict.fromkeys(check.cause for check in failed if check.cause))
         scripts = " and ".join(dict.fromkeys(f"measure_{check.step}.py" for check in failed))
-        what = f"{sse.count(len(failed), 'check')} FAIL{'S' * (len(failed) == 1)}"
+        what = f"{len(failed)} checks FAIL" if len(failed) > 1 else "1 check FAILS"
         if causes:
             raise sse.Failure(f"{what}: {causes}. Then run {scripts} again, and report.py")
         raise sse.Failure(f"{what}: run {scripts} again on an idle machine, then report.py")

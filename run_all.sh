@@ -33,6 +33,9 @@ while [ -L "$self" ]; do
 done
 here=$(cd -P "$(dirname "$self")" && pwd)
 
+for name in VOICE_LLM_URL VOICE_LLM_OUT; do # one that is blank counts as unset
+  case ${!name-} in *[![:space:]]*) ;; *) unset "$name" ;; esac
+done
 if [ -n "$fake" ]; then
   export VOICE_LLM_KB=$here/tests/kb VOICE_LLM_OUT=${VOICE_LLM_OUT:-$here/fake-results}
 fi
@@ -40,7 +43,7 @@ out=${VOICE_LLM_OUT:-/root/voice/llm}
 url=${VOICE_LLM_URL:-http://127.0.0.1:8080}
 export VOICE_LLM_RUN_ALL=yes # no step has to say that the report comes after it
 
-first_line=
+url_file='' number=''
 end() {
   status=$?
   trap - EXIT
@@ -48,12 +51,16 @@ end() {
   local pid pids=
   for pid in $(jobs -p); do pids="$pid $pids"; done # the newest first: a step before its server
   for pid in $pids; do kill "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; done
-  if [ -n "$first_line" ]; then rm -f -- "$first_line"; fi
+  if [ -n "$url_file" ]; then rm -f -- "$url_file"; fi
   exit "$status"
 }
 trap end EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+trap 'stopped_by 130' INT
+trap 'stopped_by 143' TERM
+stopped_by() { # the exit status
+  if [ -n "$number" ]; then echo "run_all.sh: stopped in step $number; the files of later steps are as they were" >&2; fi
+  exit "$1"
+}
 
 wait_for() { # a command, in the background: only so does a signal reach this script at once
   "$@" &
@@ -68,30 +75,37 @@ stop() {
 wait_for python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null ||
   stop "needs python3, version 3.9 or later, on PATH"
 
-# Real results and simulated ones never meet in a folder.
-is_simulated() { case $1 in *"simulated: a fake server without a model"*) ;; *) return 1 ;; esac; }
+# A server that answers is used as it is.
+pod='' started='' no_server='' props='' mixed=''
+if [ -n "$fake" ]; then
+  props="simulated: a fake server without a model" # its model_path
+else
+  if command -v voice-llm >/dev/null; then pod=yes; fi
+  if ! props=$(cd "$here" && VOICE_LLM_TIMEOUT=2 python3 -c 'import sse; print(sse.get("/props"))' 2>/dev/null); then
+    if [ -n "$pod" ]; then started=yes; else no_server=yes; fi
+  fi
+fi
+
+# Real results and simulated ones never meet in a folder. props.json tells which ones it holds.
+kind_of() { # the text of props.json
+  case $1 in *"simulated: a fake server without a model"*) echo simulated ;; *model_path*) echo real ;; esac
+}
 old=
-if [ -f "$out/props.json" ]; then old=$(<"$out/props.json"); fi
-if [ -n "$fake" ] && ! is_simulated "$old"; then
-  for name in props health ttft prefill cache sentence cancel cancel_prefill report; do
-    if [ -e "$out/$name.json" ]; then stop "$out holds results that are not simulated: set VOICE_LLM_OUT to another"; fi
+if [ -f "$out/props.json" ]; then old=$(kind_of "$(<"$out/props.json")"); fi
+new=$(kind_of "$props")
+if [ "$old" = simulated ] && [ "$new" != simulated ]; then
+  stop "$out holds simulated results: set VOICE_LLM_OUT to another folder, or remove them"
+fi
+if [ "$old" = real ] && [ "$new" = simulated ]; then mixed=yes; fi
+if [ -n "$fake" ] && [ -z "$old" ]; then # results without props.json may be anything
+  for name in {props,health,ttft,prefill,cache,sentence,cancel,cancel_prefill,report}.json sse_raw.txt chunks.jsonl; do
+    if [ -e "$out/$name" ]; then mixed=yes; fi
   done
 fi
-
-# A server that answers is used as it is.
-pod='' started='' nothing='' props=''
-if [ -z "$fake" ]; then
-  if command -v voice-llm >/dev/null; then pod=yes; fi
-  if ! props=$(PYTHONPATH=$here VOICE_LLM_TIMEOUT=2 python3 -c 'import sse; print(sse.get("/props"))' 2>/dev/null); then
-    if [ -n "$pod" ]; then started=yes; else nothing=yes; fi
-  fi
-  if is_simulated "$old" && ! is_simulated "$props"; then
-    stop "$out holds simulated results: set VOICE_LLM_OUT to another folder, or remove them"
-  fi
-fi
+if [ -n "$mixed" ]; then stop "$out holds results that are not simulated: set VOICE_LLM_OUT to another folder"; fi
 
 two_ways() {
-  if [ -z "$nothing" ]; then return; fi
+  case $no_server,$url in yes,http://*) ;; *) return ;; esac
   echo "run_all.sh: looked for the command voice-llm (not on PATH) and for a server at $url. Two ways on:
   start one:  llama-server -m MODEL.gguf --host 127.0.0.1 --port 8080 -c 4096 -np 1 --cache-ram 0
               (one elsewhere: set VOICE_LLM_URL; no documents of your own: VOICE_LLM_KB=$here/tests/kb)
@@ -99,16 +113,18 @@ two_ways() {
 }
 
 wait_for python3 "$here/measure_prefill.py" --check || { two_ways; stop "nothing was measured"; }
+if [ -n "${VOICE_LLM_SYSTEM-}" ]; then echo "system prompt: $VOICE_LLM_SYSTEM"; fi
 
 if [ -n "$fake" ]; then
-  echo "SIMULATED: a fake server without a model; its times say nothing about a real one. Results go to $out."
-  first_line=$(mktemp "${TMPDIR:-/tmp}/voice-llm.XXXXXX") || exit 1
-  python3 "$here/tests/fake_server.py" --port 0 --end-with-parent >"$first_line" &
-  until [ -s "$first_line" ]; do
+  echo "SIMULATED: a fake server without a model; its times say nothing about a real one."
+  echo "Results go to $out."
+  url_file=$(mktemp "${TMPDIR:-/tmp}/voice-llm.XXXXXX") || exit 1
+  python3 "$here/tests/fake_server.py" --port 0 --end-with-parent >"$url_file" &
+  until [ -s "$url_file" ]; do
     kill -0 "$!" 2>/dev/null || stop "the fake server did not start"
     sleep 0.1
   done
-  read -r VOICE_LLM_URL <"$first_line"
+  read -r VOICE_LLM_URL <"$url_file"
   export VOICE_LLM_URL
 fi
 
@@ -119,13 +135,13 @@ step() { # number, what it is
 }
 
 failed=0
-run() { # a command of the step: one that fails ends the run, unless it is only for --more
+run_optional() { # a command of the step; the run goes on where it fails
   wait_for "$@" && return
   failed=$?
-  if [ "$number" = 1 ]; then two_ways; fi
   echo "run_all.sh: step $number ($what) failed with exit status $failed" >&2
-  if [ "$what" != "hang-up during prefill" ]; then exit "$failed"; fi
+  if [ "$number" = 1 ]; then two_ways; fi
 }
+run() { run_optional "$@"; if [ "$failed" -ne 0 ]; then exit "$failed"; fi; }
 
 log() { # of the Pod's server: how many lines have a "cancel task", and how many there are
   local limit=''
@@ -161,15 +177,15 @@ if [ -n "$pod" ]; then
   if [ "$cancels_now" -gt "$cancels" ]; then
     echo "voice-llm log has the server's 'cancel task'"
   elif [ "$lines_now" -gt "$lines" ] || [ -n "$started" ]; then # else it is the log of another server
-    echo "run_all.sh: voice-llm log has no new 'cancel task'" >&2
+    echo "run_all.sh: voice-llm log has no new 'cancel task': the server may have gone on to the answer's end" >&2
   fi
 fi
 if [ -n "$more" ]; then
   step 7 "hang-up during prefill"
-  run python3 "$here/measure_cancel.py" --during-prefill
+  run_optional python3 "$here/measure_cancel.py" --during-prefill
 fi
 
 step 8 "report"
-run python3 "$here/report.py"
+run_optional python3 "$here/report.py"
 if [ -n "$fake" ]; then echo "SIMULATED: every time above and in these files is made up by the fake server."; fi
 if [ "$failed" -ne 0 ]; then exit "$failed"; fi

@@ -39,8 +39,8 @@ SETTINGS = {  # name: (default, what it is)
     "VOICE_LLM_QUESTION": ("", "your caller's question for steps 2 to 6"),
     "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for an answer or a slot"),
 }
-LONGEST = 8 * 2**20  # bytes: llama-server never sends a longer line, and parsing one would delay the deadline
-BROKEN = (OSError, ValueError, OverflowError, http.client.HTTPException)  # what http.client raises on a bad answer
+MAX_BYTES = 8 * 2**20  # bytes: llama-server never sends a longer line, and parsing one would delay the deadline
+HTTP_ERRORS = (OSError, ValueError, OverflowError, http.client.HTTPException)  # what http.client raises on a bad answer
 CHAT, DONE = "/v1/chat/completions", b"[DONE]"
 clock = time.perf_counter
 notes = {}  # what else is in a figure, {kind: (size, text)}: run() prints them
@@ -78,7 +78,7 @@ def address():
         url = urlsplit(text)
         if url.scheme == "http" and url.hostname and all("!" <= c <= "~" and c not in "@?#" for c in text):
             return url.hostname, 80 if url.port is None else url.port, url.path.rstrip("/")
-    raise Failure(f"VOICE_LLM_URL is {text!r}: only http:// can be measured: set it to http://127.0.0.1:8080, say")
+    raise Failure(f"VOICE_LLM_URL is {text!r}: only http:// can be measured: set a plain http://127.0.0.1:8080, say")
 
 
 def url_of(path):
@@ -124,8 +124,8 @@ ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the firs
 )
 
 
-def said(path, what, data, status=None):
-    """A message: `what` the server did (say, "answered 503"), the error in its words (bytes), and what to do."""
+def refusal(path, what, data, status=None):
+    """The message for what a server did ("answered 503", say): its error, `data` as bytes, and what to do."""
     text = data.decode("utf-8", "replace").lower().replace("_", " ")
     fits = (hint for codes, words, hint in ADVICE if (not codes or status in codes) and words in text)
     return f"{url_of(path)} {what}: {error_text(data)}: {next(fits)}"
@@ -164,14 +164,14 @@ def connect(seconds):
 
 
 def get(path, seconds=None):
-    """GET `path` → (HTTP status, body as bytes). Raises Failure where it does not come, or stalls for `seconds`."""
+    """GET `path` → (HTTP status, body as bytes). Raises Failure where `seconds` (VOICE_LLM_TIMEOUT) bring no byte."""
     limit = timeout() if seconds is None else seconds
     with contextlib.closing(connect(limit)) as connection:
         try:
             connection.request("GET", address()[2] + path)
             with connection.getresponse() as response:
-                return response.status, response.read(LONGEST)
-        except BROKEN as error:
+                return response.status, response.read(MAX_BYTES)
+        except HTTP_ERRORS as error:
             late = isinstance(error, socket.timeout)
             what = f"no answer after {limit:g} s" if late else f"no answer ({error_words(error)})"
             hint = "allow more with VOICE_LLM_TIMEOUT" if late and seconds is None else "restart the server"
@@ -182,11 +182,10 @@ def get(path, seconds=None):
 def events(lines):
     """Yield (time, type, data as bytes) for each event in `lines`, pairs of (time, line as bytes).
 
-    The rules are those of https://html.spec.whatwg.org/multipage/server-sent-events.html, and the time is
-    that of the event's last data line. Four things differ: `[DONE]` ends the stream as soon as its line is
-    here, without a blank line. An `error:` line or bare JSON, which servers write when they break down, is
-    an event of type "error". An event whose data is only white space, a heartbeat, is dropped. A lone CR
-    ends no line: a line reader can't see it in time.
+    The rules are those of https://html.spec.whatwg.org/multipage/server-sent-events.html, and the time is that of
+    the event's last data line. Four things differ: `[DONE]` ends the stream as soon as its line is here, without a
+    blank line. An `error:` line or bare JSON, which servers write when they break down, is an event of type "error".
+    An event of white space, a heartbeat, is dropped. A lone CR ends no line: a line reader can't see it in time.
     """
     kind, data, at, bom = b"message", [], None, b"\xef\xbb\xbf"
     for now, line in lines:
@@ -214,18 +213,17 @@ class Answer:
     """A streaming answer of /v1/chat/completions. Use it in a `with`, which closes the connection.
 
     Iterating yields its fragments as they arrive: {"t_ms": float, "text": str}, one for each event
-    with content; a role alone and a comment are none. All times are milliseconds since just before
-    the request was sent, on an open connection. Iteration ends after a whole answer (`[DONE]`, and
-    before it a finish_reason of stop or length, or llama-server's final timings), after close(), or
-    after `cut_after` seconds. Anything else raises Failure: a refusal, an error, an answer cut short
-    or without content, a prompt out of a cache although `cache_prompt` is False.
+    with content; a role alone and a comment are none. All times are milliseconds since `start`, the
+    clock() just before the request was sent on an open connection. Iteration ends after a whole answer
+    (`[DONE]`, and before it a finish_reason of stop or length, or llama-server's final timings), after
+    close(), or after `cut_after` seconds. Anything else raises Failure: a refusal, an error, an answer
+    cut short or without content, a prompt out of a cache although `cache_prompt` is False.
 
-    total_ms, closed_at_ms: the time of [DONE], of the close; None where it did not come.
+    total_ms, closed_at_ms: the time of [DONE], of the close; None before. count: fragments so far.
     accepted_ms: the time of the headers with status 200: llama-server begins with the prompt then.
-    first_token_ms: the time of the first event with content or reasoning. count: fragments so far.
-    finish_reason: why the model ended the answer. raw_out: a binary file that gets every line.
-    timings: the server's own, {} where it sends none: prompt_n, prompt_ms, cache_n, predicted_n,
-    predicted_ms (https://github.com/ggml-org/llama.cpp, tools/server/README.md).
+    first_token_ms: the time of the first event with content or reasoning. finish_reason: why it ended.
+    timings: the server's own, {} where it sends none: prompt_n, prompt_ms, cache_n, predicted_n, predicted_ms
+    (tools/server/README.md of llama.cpp). raw_out: a binary file that gets every line.
     """
 
     def __init__(self, messages, max_tokens=64, cache_prompt=True, raw_out=None, cut_after=None):
@@ -235,6 +233,7 @@ class Answer:
         self.seconds = timeout() if cut_after is None else cut_after
         self.total_ms = self.accepted_ms = self.first_token_ms = self.closed_at_ms = self.finish_reason = None
         self.timings, self.count, self._final_timings = {}, 0, False
+        self._words = sum(len(message["content"].split()) for message in messages)
         self._response, self._why = None, ""  # why the connection ended, where http.client tells
         self._connection = connect(timeout())
         # Kept here: getresponse() takes the socket away from the connection if the server says
@@ -245,7 +244,7 @@ class Answer:
         try:
             headers = {"Content-Type": "application/json"}
             self._connection.request("POST", address()[2] + CHAT, json.dumps(body), headers)
-        except BROKEN as error:
+        except HTTP_ERRORS as error:
             self._why = error_words(error)  # an early answer (413, say) may still be there
         # From here on, one deadline for all: a socket timeout starts again with every byte, and a
         # server that sends a comment now and then would never reach it.
@@ -277,7 +276,7 @@ class Answer:
     def __iter__(self):
         try:
             self._response = self._connection.getresponse()
-        except BROKEN as error:
+        except HTTP_ERRORS as error:
             self._why = self._why or error_words(error)
         if self._response and self.closed_at_ms is None:  # a close may have cut the headers short
             self._check_headers()
@@ -294,12 +293,12 @@ class Answer:
         """Yield (clock() at which readline returned it, line) until the connection ends or is closed."""
         while True:
             try:
-                line = self._response.readline(LONGEST)
-            except BROKEN as error:
+                line = self._response.readline(MAX_BYTES)
+            except HTTP_ERRORS as error:
                 line, self._why = b"", error_words(error)
             now = clock()
-            if len(line) == LONGEST:
-                line, self._why = b"", f"a line of more than {LONGEST} bytes"
+            if len(line) == MAX_BYTES:
+                line, self._why = b"", f"a line of more than {MAX_BYTES} bytes"
             if not line or (self.closed_at_ms is not None and self._ms(now) >= self.closed_at_ms):
                 return  # what was still in the buffer was not received before the close
             if self.raw_out is not None:
@@ -312,10 +311,10 @@ class Answer:
         streams = not kind or kind.partition(";")[0].strip().lower() == "text/event-stream"
         if status != 200 or not streams:
             self._socket.settimeout(1)  # the first part will do: the rest may never come
-            with contextlib.suppress(*BROKEN):
+            with contextlib.suppress(*HTTP_ERRORS):
                 data = self._response.read1(65536)
             what = f"answered {status}" if status != 200 else f"answered with {kind}, not an event stream"
-            raise Failure(said(CHAT, what, data, status))
+            raise Failure(refusal(CHAT, what, data, status))
         if encoding != "identity":
             raise Failure(f"{url_of(CHAT)} answered in {encoding}, unasked: remove the proxy that compresses it")
         self.accepted_ms = self._ms(clock())
@@ -335,7 +334,7 @@ class Answer:
             raise Failure(f"{url_of(CHAT)}: {why}") from None
         chunk = "choices" in event or "timings" in event or "usage" in event
         if not chunk or event.get("error") or event.get("object") == "error":
-            raise Failure(said(CHAT, f"reported an error after {count(self.count, 'fragment')}", data))
+            raise Failure(refusal(CHAT, f"reported an error after {count(self.count, 'fragment')}", data))
         if (content or reasoning) and self.first_token_ms is None:
             self.first_token_ms = self._ms(at)
         if content or reasoning or isinstance(timings, dict):  # an option of llama-server puts timings on every event
@@ -347,10 +346,11 @@ class Answer:
     def _check_whole(self):
         """Raise Failure where the answer is not a measurement, unless it was closed on purpose."""
         got, again = count(self.count, "fragment"), "look at the server's log, and run this again"
-        cached, proxy = self.timings.get("cache_n"), "set VOICE_LLM_URL to llama-server itself, without a proxy"
+        cached, computed = self.timings.get("cache_n"), self.timings.get("prompt_n")
+        warm = cached > 0 if is_number(cached) else is_number(computed) and computed < self._words / 2
         if self.total_ms is None and self.closed_at_ms is not None:
             if self.cut_after is not None or self.closed_at_ms < self.seconds * 1000:
-                return
+                return  # by its caller, not by the deadline
             what = f"{got} but no [DONE]" if self._response else "no answer"
             why = f"{what} after {self.seconds:g} s: look at the server's log, or allow more with VOICE_LLM_TIMEOUT"
         elif self.total_ms is None:
@@ -363,24 +363,25 @@ class Answer:
             why = "the answer has only reasoning and no content: start llama-server with --reasoning-budget 0"
         elif not self.count:
             why = "the answer has no content: is it a chat model?"
-        elif not self.cache_prompt and is_number(cached) and cached > 0:
-            why = f"{count(cached, 'token')} of the prompt came from a cache, though cache_prompt is false: {proxy}"
+        elif not self.cache_prompt and warm:
+            what = f"{count(computed, 'token')} computed of a prompt of {self._words} words: the rest"
+            what = f"{count(cached, 'token')} of the prompt" if cached else what
+            why = f"{what} came from a cache, though cache_prompt is false: set VOICE_LLM_URL to llama-server itself"
         else:
             return
         raise Failure(f"{url_of(CHAT)}: {why}")
 
 
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None):
-    """Send `messages`, read the answer → (chunks, total_ms, timings). chunks: [{"t_ms": float, "text": str}, …];
-    times in ms, timings, and the Failure where the answer is not whole: see Answer. raw_out: a path, written
-    when the answer is whole, or an open file, written as the lines come."""
+    """Send `messages` and read the answer → (chunks, total_ms, timings); chunks: [{"t_ms": float, "text": str}, …],
+    the rest and what raises Failure: see Answer. raw_out: a path, written at the end, or an open file."""
     is_path = isinstance(raw_out, (str, os.PathLike))
     file = io.BytesIO() if is_path else getattr(raw_out, "buffer", raw_out)  # of a text file, its bytes
     with Answer(messages, max_tokens, cache_prompt, file) as answer:
         chunks = list(answer)
     if is_path:
         save({raw_out: file.getvalue()})
-    look_back(answer, chunks)
+    note_what_else(answer, chunks)
     return chunks, answer.total_ms, answer.timings
 
 
@@ -394,7 +395,7 @@ def is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15
 
 
-def timing(timings, key):
+def required_timing(timings, key):
     """The number `key` of a server's timings; a count, *_n, is whole. Raises Failure where it is not."""
     value, kind = timings.get(key), "whole number" if key.endswith("_n") else "number"
     if is_number(value) and (kind == "number" or value == int(value)):
@@ -409,10 +410,12 @@ def note(kind, text, size=0.0):
     notes[kind] = max(notes.get(kind, (size, text)), (size, text))
 
 
-def look_back(answer, chunks):
+def note_what_else(answer, chunks):
     """After a whole answer, note what else is in its figures: the server's own clock and its other slots tell."""
     first, taken = answer.first_token_ms, answer.total_ms - answer.first_token_ms
     prompt_ms, predicted_ms = answer.timings.get("prompt_ms"), answer.timings.get("predicted_ms")
+    if not answer.cache_prompt and answer.timings and not is_number(answer.timings.get("cache_n")):
+        note("untold", "the server does not tell what came from a cache (no cache_n): nobody knows whether it was off")
     late = first - prompt_ms if is_number(prompt_ms) else 0
     if late > max(50, 0.1 * first):
         causes = "another request in front of it (a queue), the network, a proxy, or a suspended process"
@@ -431,7 +434,7 @@ def look_back(answer, chunks):
         states = slots()
         if len(states) == 1 or not any(state["is_processing"] for state in states):
             return
-    note("shared", "another slot was busy after an answer, so its figure shared the machine: stop other requests")
+    note("shared", "another slot was busy when an answer ended, so its figure shared the machine: stop other requests")
 
 
 # ---------------------------------------------------------------------------- the slots
@@ -443,16 +446,15 @@ def slots(required=False):
         states = json.loads(body)
         if status == 200 and states and all(isinstance(state["is_processing"], bool) for state in states):
             return states
-    why = said("/slots", f"answered {status}, not whether a slot is idle", body, status)
+    why = refusal("/slots", f"answered {status}, not whether a slot is idle", body, status)
     if required:
         raise Failure(why)
-    note("slots", f"nobody knows whether the server was idle: {why}")
+    note("slots", f"nobody knows whether the server was idle, since {why}")
     return []
 
 
 def wait_idle(required=False):
-    """Wait until no slot is processing: someone else's request must not be in the figure. Raises Failure where
-    that takes longer than VOICE_LLM_TIMEOUT. `required`: see slots()."""
+    """Wait until no slot is processing, or raise Failure after VOICE_LLM_TIMEOUT. `required`: see slots()."""
     begin, limit, told = clock(), timeout(), False
     while any(state["is_processing"] for state in slots(required)):
         waited = clock() - begin
@@ -467,7 +469,7 @@ def wait_idle(required=False):
 
 
 # ---------------------------------------------------------------------------- files and terminal
-def out(name=""):
+def result_path(name=""):
     """The path of `name` in the folder of the results."""
     return os.path.join(setting("VOICE_LLM_OUT"), name)
 
@@ -475,16 +477,18 @@ def out(name=""):
 def make_out():
     """Make the folder of the results: better to fail before the measurement than after it."""
     try:
-        os.makedirs(out(), exist_ok=True)
-        if not os.access(out(), os.W_OK | os.X_OK):
+        os.makedirs(result_path(), exist_ok=True)
+        if not os.access(result_path(), os.W_OK | os.X_OK):
             raise PermissionError("permission denied")
     except (OSError, ValueError) as error:
-        raise Failure(f"can't write into {out()} ({error_words(error)}): set VOICE_LLM_OUT to another folder") from None
+        raise Failure(
+            f"can't write into {result_path()} ({error_words(error)}): set VOICE_LLM_OUT to another folder"
+        ) from None
 
 
 def save(files):
-    """Write `files`, {path: content}: bytes, or what becomes indented JSON. Nobody ever sees half of a file.
-    Raises Failure where one can't be written; then all are as they were."""
+    """Write `files`, {path: content}: bytes, or what becomes indented JSON. Nobody ever sees half of a file, and
+    where one can't be written all are as they were. Raises Failure."""
     temporary = {path: f"{path}.{os.getpid()}.tmp" for path in files}
     try:
         for path, content in files.items():
@@ -526,12 +530,12 @@ def say(text, end="\n"):
 
 
 def write_result(name, result, table):
-    """Save a step's `result` and print its `table`, unless the terminal has had its figures already, as progress."""
-    save({out(name): result})
+    """Save a step's `result`; print its `table`, except on a terminal, where the progress has shown its figures."""
+    save({result_path(name): result})
     if not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)):
         print("\n".join(table))
-    print(f"wrote {printable(out(name))}", flush=True)
-    if os.path.exists(out("report.json")) and not os.environ.get("VOICE_LLM_RUN_ALL"):
+    print(f"wrote {printable(result_path(name))}", flush=True)
+    if os.path.exists(result_path("report.json")) and not os.environ.get("VOICE_LLM_RUN_ALL"):
         note("report", "report.json still has the earlier figures: run report.py")
 
 
@@ -547,7 +551,6 @@ def parser(doc):
 def run(main):
     """Run a script's `main`. A Failure becomes one line on stderr and exit status 1; Ctrl-C and SIGTERM close
     the connection and exit with 130 and 143."""
-
     stopping = []  # a second Ctrl-C must not interrupt the cleaning up
 
     def stop(signum, frame):
@@ -581,8 +584,7 @@ def run(main):
 
 # ---------------------------------------------------------------------------- steps 1 and 2
 def server():
-    """Wait until the server is ready → [body of /health, body of /props], bytes. Raises Failure where it does
-    not listen, is still loading its model (503) after VOICE_LLM_TIMEOUT, or is not a llama-server."""
+    """Wait until the server has loaded its model → [body of /health, body of /props], bytes. Raises Failure."""
     address()  # one that is not a URL does not get better by waiting
     begin, limit = clock(), timeout()
     for attempt in itertools.count():
@@ -603,7 +605,7 @@ def server():
         with contextlib.suppress(ValueError, RecursionError):
             if status == 200 and isinstance(json.loads(body), dict):
                 continue
-        raise Failure(said(path, f"answered {status}", body, status))
+        raise Failure(refusal(path, f"answered {status}", body, status))
     return [body for _, body in answers.values()]
 
 
@@ -612,8 +614,8 @@ def main():
     options.add_argument("--server", action="store_true", help="do step 1 instead")
     if options.parse_args().server:
         make_out()
-        save(dict(zip((out("health.json"), out("props.json")), server())))
-        print(f"ready: wrote {printable(out('health.json'))} and {printable(out('props.json'))}")
+        save(dict(zip((result_path("health.json"), result_path("props.json")), server())))
+        print(f"ready: wrote {printable(result_path('health.json'))} and {printable(result_path('props.json'))}")
         return
     messages = chat(system_prompt(SYSTEM), setting("VOICE_LLM_QUESTION") or QUESTION)
     make_out()
@@ -628,12 +630,12 @@ def main():
                 screen.submit(print, printable(chunk["text"]), end="", flush=True)
     finally:
         print()  # the line of the answer, also of half of one, ends here
-    look_back(answer, chunks)
+    note_what_else(answer, chunks)
     lines = b"".join(to_json(chunk) + b"\n" for chunk in chunks)
-    save({out("sse_raw.txt"): raw.getvalue(), out("chunks.jsonl"): lines})
-    raw_path, chunks_path = printable(out("sse_raw.txt")), printable(out("chunks.jsonl"))
+    save({result_path("sse_raw.txt"): raw.getvalue(), result_path("chunks.jsonl"): lines})
     times = f"first token {chunks[0]['t_ms']:.1f} ms, whole answer {answer.total_ms:.1f} ms"
-    print(f"{times}, {count(len(chunks), 'fragment')}\nwrote {raw_path} and {chunks_path}")
+    print(f"{times}, {count(len(chunks), 'fragment')}")
+    print(f"wrote {printable(result_path('sse_raw.txt'))} and {printable(result_path('chunks.jsonl'))}")
 
 
 if __name__ == "__main__":

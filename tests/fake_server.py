@@ -71,7 +71,7 @@ class Slot:
     def __init__(self, fake, prompt_ms, token_ms, n_ctx, batch):
         self.fake, self.prompt_ms, self.token_ms, self.n_ctx, self.batch = fake, prompt_ms, token_ms, n_ctx, batch
         self.lock = threading.Lock()
-        self.tokens, self.keep = [], []  # keep: a prompt that is found again whatever came between, in a test
+        self.tokens, self.kept_prompt = [], []  # kept_prompt: one that another slot or cache still holds, in a test
         self.task = 0
         self.processing = 0  # the task at work
 
@@ -112,7 +112,7 @@ class Slot:
     def _run(self, request, prompt, reply, wire):
         cache_n = 0
         if request.get("cache_prompt", True):
-            cache_n = min(max(shared(prompt, self.tokens), shared(prompt, self.keep)), len(prompt) - 1)
+            cache_n = min(max(shared(prompt, self.tokens), shared(prompt, self.kept_prompt)), len(prompt) - 1)
         begin, done = time.perf_counter(), cache_n
         while done < len(prompt):
             done = min(done + self.batch, len(prompt))
@@ -246,13 +246,13 @@ class Wire(http.server.BaseHTTPRequestHandler):
         """
         fake, now = self.server.fake, time.perf_counter()
         gone = self.left(0)
-        if fake.last_result > self.looked:
-            self.looked = fake.last_result
-        if now - self.looked < fake.silence:
+        if fake.last_result > self.last_look:
+            self.last_look = fake.last_result
+        if now - self.last_look < fake.silence:
             return False
-        self.looked = now
-        if gone and not self.logged:
-            self.logged = True
+        self.last_look = now
+        if gone and not self.cancel_logged:
+            self.cancel_logged = True
             fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
         return gone
 
@@ -279,7 +279,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
         fake = self.server.fake
         fake.paths.append(self.path)
         fake.times.append(time.perf_counter())
-        if self.path == "/health" and time.perf_counter() < fake.loaded:
+        if self.path == "/health" and time.perf_counter() < fake.ready_at:
             self.error(503, "unavailable_error", "Loading model")
         elif self.path == "/health":
             self.json({"status": "ok"})
@@ -292,8 +292,8 @@ class Wire(http.server.BaseHTTPRequestHandler):
             self.error(404, "not_found_error", "File Not Found")
 
     def do_POST(self):
-        self.received = self.looked = time.perf_counter()
-        self.closed_ms, self.logged = None, False
+        self.received = self.last_look = time.perf_counter()
+        self.closed_ms, self.cancel_logged = None, False
         fake = self.server.fake
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path != "/v1/chat/completions":
@@ -353,7 +353,7 @@ class FakeServer:
         self.paths, self.times, self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], [], [], []
         self.begin = self.last_result = time.perf_counter()
         self.log_file, self.fault, self.silence = log, fault, silence
-        self.loaded = self.begin + loading
+        self.ready_at = self.begin + loading
         self.slot = Slot(self, prompt_ms, token_ms, n_ctx, batch)
         self.http = Server(("127.0.0.1", port), Wire)
         self.http.fake = self
@@ -421,7 +421,7 @@ def main():
     try:
         fake = FakeServer(**{name: getattr(options, name) for name in names})
     except (OSError, OverflowError) as error:
-        sys.exit(f"fake_server.py: can't serve on port {options.port}: {error}")
+        sys.exit(f"fake_server.py: can't serve on port {options.port} ({error}): --port 0 takes a free one")
     print(fake.url, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         fake.http.serve_forever()

@@ -281,16 +281,31 @@ def buffered_untold(wire, events):
     wire.done()
 
 
-@fault
-def paced(wire, events):
-    """first tokens after 40, 10, 30, 20 and 50 ms more, and ends after 20, 50, 10, 40 and 30 ms more"""
-    number = (len(wire.server.fake.requests) - 1) % 5
+def slowly(wire, events, before=0.0, after=0.0):
+    """The events, with a pause before the prompt, one of 300 ms behind the first token, and one before [DONE]."""
     wire.head()
-    wire.pause((40, 10, 30, 20, 50)[number] / 1000)
+    wire.pause(before)
+    tokens = 0
     for event in events:
         wire.event(event)
-    wire.pause((20, 50, 10, 40, 30)[number] / 500)
+        tokens += bool(content(event))
+        if tokens == 1 and content(event):
+            wire.pause(0.3)
+    wire.pause(after)
     wire.done()
+
+
+@fault
+def slow_second(wire, events):
+    """the second token 300 ms after the first"""
+    slowly(wire, events)
+
+
+@fault
+def paced(wire, events):
+    """as slow_second; first tokens after 40, 10, 30, 20 and 50 ms more, ends after 40, 100, 20, 80 and 60 ms more"""
+    number = (len(wire.server.fake.requests) - 1) % 5
+    slowly(wire, events, (40, 10, 30, 20, 50)[number] / 1000, (40, 100, 20, 80, 60)[number] / 1000)
 
 
 @fault
@@ -327,6 +342,19 @@ def cache_always_untold(wire, events):
     wire.head()
     for event in events:
         event.get("timings", {}).pop("cache_n", None)
+        wire.event(event)
+    wire.done()
+
+
+@fault
+def cache_partly_untold(wire, events):
+    """a third of the prompt comes from a cache after the first request, and the timings have no cache_n"""
+    wire.head()
+    for event in events:
+        if "timings" in event:
+            del event["timings"]["cache_n"]
+            if len(wire.server.fake.requests) > 1:
+                event["timings"]["prompt_n"] = event["timings"]["prompt_n"] * 2 // 3
         wire.event(event)
     wire.done()
 
@@ -850,6 +878,11 @@ with_timings("timings_words", lambda timings: dict.fromkeys(timings, "12"), "tim
 with_timings("timings_negative", lambda timings: dict.fromkeys(timings, -1), "timings below zero")
 with_timings("timings_fraction", lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5}, "counts that are not whole")
 with_timings("cached_untold", lambda t: {key: t[key] for key in t if key != "cache_n"}, "timings without cache_n")
+with_timings(
+    "everything_kept_untold",
+    lambda t: {"prompt_n": 1, "prompt_ms": t["prompt_ms"], "predicted_n": 1, "predicted_ms": t["predicted_ms"]},
+    "one token computed of every prompt, and no cache_n",
+)
 with_timings("timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number")
 with_timings("all_cached", lambda t: {**t, "cache_n": t["prompt_n"] // 4}, "a fifth of every prompt out of a cache")
 

@@ -121,6 +121,8 @@ def test_the_default_output_with_all_rows_fits_one_screen(lab, results):
     lines = lab.run_ok("report.py").out.splitlines()
     assert f"{CHECKS} of {CHECKS} checks hold" in lines
     assert len(lines) <= 24
+    assert lines[1].endswith(" …")
+    assert lines[2].startswith("first token ")
     for run, ms in zip(results["ttft"]["runs"], (10, 90, 90, 90, 500)):
         run["ttft_ms"] = ms
         run["total_ms"] = 10 * ms
@@ -167,6 +169,7 @@ def test_bars_are_hash_marks_where_the_encoding_has_no_blocks(lab, results):
     out = lab.run_ok("report.py").out
     assert out.isascii()
     assert re.search(r"clock first +5400\.0 ms #{8} ", out)
+    assert re.search(r"same again +25\.5 ms # ", out)
 
 
 def test_runs_that_spread_more_than_twofold_are_marked_as_unsteady(lab, results):
@@ -203,6 +206,14 @@ def test_cold_prompts_that_cost_more_than_one_and_a_half_times_as_much_a_token_a
     assert "UNSTEADY" not in lab.run_ok("report.py").out
 
 
+def test_a_next_caller_that_waits_much_longer_than_the_whole_prompt_takes_is_marked(lab, results):
+    lab.env["COLUMNS"] = "200"
+    longest = 1.5 * (5280 + 92.1)
+    for wait, marks in (longest, 0), (longest + 0.1, 1):
+        write(lab.out, results, cancel_prefill={**EARLY, "next_ttft_ms": wait})
+        assert lab.run_ok("report.py").out.count("UNSTEADY") == marks
+
+
 def test_the_two_experiments_past_the_lab_are_shown_where_they_are_there(lab, results):
     results["cache"]["changed_suffix"] = SUFFIX
     write(lab.out, results, cancel_prefill=EARLY)
@@ -211,12 +222,33 @@ def test_the_two_experiments_past_the_lab_are_shown_where_they_are_there(lab, re
     assert re.search(r"next caller waits +4892\.0 ms █{7}.? hang-up in prefill; its own: 92\.1\n", out)
 
 
+def test_a_hang_up_during_prefill_of_an_earlier_run_is_not_shown(lab, results):
+    write(lab.out, results, cancel_prefill=EARLY)
+    for name in RESULTS:
+        os.utime(lab.out / f"{name}.json", (1000, 1000))
+    os.utime(lab.out / "ttft.json", (900, 900))
+    os.utime(lab.out / "cancel_prefill.json", (899, 899))  # a run takes longer than a second
+    assert "next caller waits" in lab.run_ok("report.py").out
+    os.utime(lab.out / "cancel_prefill.json", (898, 898))
+    assert "next caller waits" not in lab.run_ok("report.py").out
+
+
 def test_files_of_different_runs_are_asked_about(lab, results):
-    write(lab.out, results)
-    assert "of one run?" not in lab.run_ok("report.py").out
-    then = (lab.out / "cancel.json").stat().st_mtime - 3600
-    os.utime(lab.out / "cache.json", (then, then))
-    assert "cache.json is 60 minutes older than " in lab.run_ok("report.py").out
+    def asked(**times):
+        write(lab.out, results)
+        for number, name in enumerate(RESULTS):
+            at = times.get(name, 1000 + number)
+            os.utime(lab.out / f"{name}.json", (at, at))
+        return " ".join(lab.run_ok("report.py").out.split())
+
+    assert "of one run?" not in asked(cancel=1599.9)
+    assert "ttft.json is 10 minutes older than cancel.json: are they of one run?" in asked(cancel=1600)
+    assert "cache.json is 60 minutes older than sentence.json: are they of one run?" in asked(
+        cache=-2000, sentence=1600
+    )
+    # A run writes them in order: one that was stopped after the second leaves the others of the run before.
+    assert "of one run?" not in asked(prefill=1003, cache=1002)
+    assert "cache.json is older than prefill.json: are they of one run?" in asked(prefill=1003.1, cache=1002)
 
 
 def test_a_model_that_props_does_not_name_is_no_failure(lab, results):
@@ -269,7 +301,7 @@ BROKEN = [
     ("cancel received_tokens", 0, "fragments came before", "0 < 0"),
     ("cancel received_tokens", 256, "before the last token", "256 < 256"),
     ("cancel closed_at_ms", 499.9, "closed at 500", "500 <= 499.9"),
-    ("cancel slot_idle_after_ms", 982.74, "half of the rest", "982.74 < 982.731"),
+    ("cancel slot_idle_after_ms", 982.74, "before half of the rest was due", "982.74 < 982.731"),
 ]
 CAUSES = {
     "cache second prompt_n": "second reused nothing: the model (sliding window",
@@ -300,6 +332,27 @@ def test_a_relation_that_does_not_hold_fails_and_names_the_step(lab, results, pa
     assert line.endswith("report.py")
     assert CAUSES.get(path, "again on an idle machine, then report.py") in line
     assert len(lab.read("report.json")) == 7  # a copy is written all the same
+
+
+def test_a_check_that_allows_two_equal_figures_holds_for_them(lab, results):
+    for row in results["prefill"]:
+        row["prompt_ms"] = row["ttft_ms"]
+    results["sentence"].update(ttft_ms=966.0, first_sentence_ms=966.0, first_sentence="All.", text="All.")
+    results["cache"]["first"]["prompt_n"] = 10 * 140
+    results["cache"]["changed_prefix"]["prompt_n"] = 9 * 140
+    results["cancel"]["closed_at_ms"] = 500
+    write(lab.out, results)
+    assert f"{CHECKS} of {CHECKS} checks hold" in lab.run_ok("report.py").out
+
+
+def test_counts_and_times_of_zero_are_no_traceback(lab, results):
+    for row in *results["prefill"], results["cache"]["first"], results["cache"]["changed_prefix"], results["cancel"]:
+        row.update(dict.fromkeys(row.keys() - {"docs"}, 0))
+    write(lab.out, results)
+    process = lab.run("report.py")
+    assert process.returncode == 1
+    assert "Traceback" not in process.err
+    assert "checks FAIL" in process.err
 
 
 def test_every_check_has_a_row_here():
@@ -374,6 +427,26 @@ def test_a_value_that_is_not_what_it_must_be_is_named_with_file_and_key(lab, res
     set_key(results, path, value)
     write(lab.out, results, report="earlier")
     lab.run_fails("report.py", words=(words, f"run {SCRIPTS[path.split()[0]]} again"))
+
+
+def leaves(value, way=()):
+    """The way to every number and text in `value`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
+    return [way] if not items else [leaf for key, item in items for leaf in leaves(item, (*way, key))]
+
+
+@pytest.mark.parametrize("name", [*RESULTS, "cancel_prefill"])
+def test_every_key_of_a_file_is_looked_for(lab, results, name):
+    results.update(cancel_prefill=EARLY)
+    results["cache"]["changed_suffix"] = SUFFIX
+    ways = {way[-1]: way for way in leaves(results[name])}.values()  # one for each key
+    if name == "cache":
+        ways = leaves(results[name])
+    for way in ways:
+        changed = copy.deepcopy(results)
+        set_key(changed, " ".join(map(str, (name, *way))), DELETE)
+        write(lab.out, changed)
+        lab.run_fails("report.py", words=(f"{name}.json", f"{way[-1]} is missing"))
 
 
 # ---------------------------------------------------------------------------- two runs
@@ -455,6 +528,11 @@ def test_against_says_where_model_context_slots_or_build_differ(lab, results, tm
     assert str(tmp_path / "old") in "".join(lines)
 
 
+def test_a_run_is_not_compared_with_itself(lab, results):
+    write(lab.out, results, report="earlier")
+    lab.run_fails("report.py", "--against", str(lab.out / "."), words=("VOICE_LLM_OUT itself",))
+
+
 def test_what_fails_fails_with_a_comparison_too(lab, results, tmp_path):
     write(tmp_path / "old", results)
     set_key(results, "cancel closed_at_ms", 499)
@@ -467,7 +545,9 @@ def test_a_missing_or_broken_file_of_the_earlier_run_is_named(lab, results, tmp_
     command = ("report.py", "--against", str(tmp_path / "old"))
     lab.run_fails(*command, words=("no folder", str(tmp_path / "old")))
     (tmp_path / "old").mkdir()
-    lab.run_fails(*command, words=(str(tmp_path / "old"), *(f"measure_{name}.py" for name in RESULTS)))
+    names = [f"measure_{name}.py" for name in RESULTS]
+    process = lab.run_fails(*command, words=(str(tmp_path / "old"), "set --against", *names))
+    assert "VOICE_LLM_OUT" not in process.line
     set_key(results, "ttft ttft_p50", "92")
     write(tmp_path / "old", results)
     lab.run_fails(*command, words=(str(tmp_path / "old" / "ttft.json") + ": ttft_p50",))

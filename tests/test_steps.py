@@ -5,12 +5,13 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
+import time
+import urllib.request
 
 import pytest
-from conftest import STEPS, TESTS, TOP
+from conftest import STEPS, TESTS, TOP, eventually
 from fake_server import ANSWERS, tokenize
 
 SYSTEM = "You are a clinic phone assistant. Answer in one short sentence."
@@ -54,10 +55,12 @@ def test_step_1_saves_health_and_props_just_as_they_came(lab):
 
 
 def test_step_1_waits_for_a_server_that_is_still_loading(lab):
-    lab.serve(loading=0.7)
-    process = lab.run_ok("sse.py", "--server")
-    assert process.seconds > 0.5
-    assert process.err == "the server is not ready yet: waiting\n"
+    fake = lab.serve(loading=3600)
+    process = lab.start("sse.py", "--server")
+    assert eventually(lambda: fake.paths.count("/health") >= 3)
+    fake.ready_at = 0
+    _, err = process.communicate(timeout=20)
+    assert err == "the server is not ready yet: waiting\n"
     assert lab.read("health.json") == {"status": "ok"}
 
 
@@ -107,7 +110,7 @@ def test_ttft_sends_the_question_five_times_with_the_cache_off(lab):
 
 def test_ttft_writes_five_runs_and_the_third_of_each_sorted_time(lab):
     """Runs 1 to 5 are held up for a time of their own, the first token and the end each in another order."""
-    fake = lab.serve(fault="paced", token_ms=10)
+    fake = lab.serve(fault="paced")
     lab.run_ok("measure_ttft.py")
     result = lab.read("ttft.json")
     assert list(result) == ["runs", "ttft_p50", "total_p50"]
@@ -140,7 +143,7 @@ def test_prefill_sends_0_4_and_12_documents_in_the_order_of_their_names(lab):
 
 
 def test_prefill_writes_the_servers_count_and_time_of_the_prompt(lab):
-    fake = lab.serve(prompt_ms=0.1, token_ms=10)
+    fake = lab.serve(prompt_ms=0.1, fault="slow_second")
     lab.run_ok("measure_prefill.py")
     rows = lab.read("prefill.json")
     assert [row["docs"] for row in rows] == [0, 4, 12]
@@ -171,7 +174,7 @@ def test_cache_sends_hi_then_the_long_prompt_twice_then_the_time_in_front(lab):
 
 
 def test_cache_writes_a_hit_that_computes_little_and_a_changed_prefix_that_computes_all(lab):
-    fake = lab.serve(prompt_ms=0.1, token_ms=10)
+    fake = lab.serve(prompt_ms=0.1, fault="slow_second")
     lab.run_ok("measure_cache.py")
     result = lab.read("cache.json")
     assert list(result) == ["first", "second", "changed_prefix"]
@@ -207,7 +210,7 @@ def test_sentence_sends_the_three_sentence_prompt_with_the_cache_off(lab):
 
 
 def test_sentence_writes_the_time_at_which_the_first_sentence_was_complete(lab):
-    fake = lab.serve(token_ms=20)
+    fake = lab.serve(token_ms=60)
     lab.run_ok("measure_sentence.py")
     result = lab.read("sentence.json")
     assert list(result) == ["ttft_ms", "first_sentence_ms", "total_ms", "first_sentence", "text"]
@@ -302,19 +305,11 @@ def test_during_prefill_nobody_looks_at_the_slots_between_the_close_and_the_answ
 
 
 def test_the_fake_notices_no_hang_up_during_prefill_while_somebody_looks_at_the_slots(lab):
-    fake = lab.serve(prompt_ms=0.8, silence=0.3, batch=64)
+    fake = lab.serve(**PREFILL_CUT, batch=64)
     process = lab.start("measure_cancel.py", "--during-prefill")
     while process.poll() is None:
-        lab.env["VOICE_LLM_URL"] = fake.url
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import urllib.request as u; u.urlopen(__import__('sys').argv[1])",
-                f"{fake.url}/slots",
-            ],
-            check=True,
-        )
+        urllib.request.urlopen(f"{fake.url}/slots").close()
+        time.sleep(0.02)
     process.communicate()
     assert lab.read("cancel_prefill.json")["next_ttft_ms"] > 700
 
@@ -381,8 +376,7 @@ def test_an_unknown_option_exits_with_2(lab, script):
     assert "--nonsense" in process.err
 
 
-def test_every_script_can_be_executed(lab):
-    lab.serve()
+def test_every_script_can_be_executed():
     for script in SCRIPTS:
         assert os.access(TOP / script, os.X_OK), script
 
