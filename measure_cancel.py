@@ -35,7 +35,7 @@ from measure_prefill import documents, long_prompt, question
 COUNTING = [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
 HI = [{"role": "user", "content": "hi"}]
 MAX_TOKENS = 256
-CUT, EARLY_CUT = 0.5, 0.1  # seconds
+CUT, EARLY_CUT, LATE = 0.5, 0.1, 0.25  # seconds: the two closes, and how much later than that is too late
 TOO_FAR = "it is too far away, or was about to refuse: set VOICE_LLM_URL to a server near by, or look at its log"
 
 
@@ -52,11 +52,26 @@ def at_work():
 def end_of(task):
     """Wait until no slot is processing `task` → the sse.clock() at which that was seen. Raises sse.Failure."""
     begin = sse.clock()
-    while task in at_work():
-        if sse.clock() - begin > sse.timeout():
+    while True:
+        asked = sse.clock()
+        busy = task in at_work()
+        now = sse.clock()
+        if not busy:
+            break
+        if now - begin > sse.timeout():
             raise sse.Failure(f"the slot is still busy {sse.timeout():g} s after the close: look at the server's log")
         time.sleep(0.003)
-    return sse.clock()
+    if now - asked > max(0.05, 0.1 * (now - begin)):
+        what = f"/slots took {(now - asked) * 1000:.0f} ms to answer, so the slot may have been idle as much earlier"
+        sse.note("slow slots", f"{what}: the network, a proxy, or a busy machine")
+    return now
+
+
+def check_close(answer, seconds):
+    """Raise sse.Failure where the close of `answer` came later than it should: the process slept, say."""
+    if answer.closed_at_ms > (seconds + LATE) * 1000:
+        late = f"the close came at {answer.closed_at_ms:.0f} ms, not at {seconds * 1000:.0f}"
+        raise void(f"{late}: this process was suspended, or the machine is too busy", "run this again")
 
 
 def during_generation():
@@ -74,6 +89,7 @@ def during_generation():
                     found = at_work()
                     if answer.closed_at_ms is None:  # a look that ends later proves nothing
                         tasks = found
+    check_close(answer, CUT)
     close = f"the close at {CUT * 1000:.0f} ms"
     if answer.finish_reason or answer.total_ms is not None:
         raise void(f"the answer had ended before {close}", "use a slower model, or one that goes on counting")
@@ -82,7 +98,7 @@ def during_generation():
     if not answer.count and answer.first_token_ms is not None:
         raise void(f"only reasoning came before {close}", "start llama-server with --reasoning-budget 0")
     if not answer.count:
-        faster = "run this again on an idle or faster machine, and llama-server without --no-cache-prompt"
+        faster = "run this again on an idle or faster machine, and with the KV cache of llama-server on"
         raise void(f"the server was still computing the prompt (prefill) at {close}", faster)
     itself = "set VOICE_LLM_URL to llama-server itself, without a proxy"
     if tasks is None:
@@ -109,6 +125,7 @@ def during_prefill(texts):
     sse.say(f"hanging up in the prefill of {sse.count(len(texts), 'document')}; the next caller waits ... ", end="")
     with sse.Answer(messages, cache_prompt=False, cut_after=EARLY_CUT) as left:
         list(left)
+    check_close(left, EARLY_CUT)
     if left.first_token_ms is not None:
         longer = "lengthen the prompt (VOICE_LLM_SYSTEM, or documents in VOICE_LLM_KB) until prefill takes longer"
         raise void(f"the first token came before the close at {EARLY_CUT * 1000:.0f} ms", longer)

@@ -60,13 +60,13 @@ def main():
     messages = sse.chat(sse.system_prompt(THREE_SENTENCES), sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST)
     sse.make_out()
     result = measure(messages)
-    print(f"the first sentence: {sse.printable(result['first_sentence'])}")
+    summary = f"the first sentence: {sse.printable(result['first_sentence'])}"
     table = [
         f"first token    {result['ttft_ms']:8.1f} ms",
         f"first sentence {result['first_sentence_ms']:8.1f} ms",
         f"whole answer   {result['total_ms']:8.1f} ms",
     ]
-    sse.write_result("sentence.json", result, table)
+    sse.write_result("sentence.json", result, table, [summary])
 
 
 if __name__ == "__main__":

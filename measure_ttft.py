@@ -56,10 +56,10 @@ def main():
     messages = sse.chat(sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION)
     sse.make_out()
     result = measure(messages)
-    print(f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms")
+    summary = f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms"
     table = [" first token ms   whole answer ms   tokens"]
     table += [f"{run['ttft_ms']:15.1f} {run['total_ms']:17.1f} {run['tokens']:8}" for run in result["runs"]]
-    sse.write_result("ttft.json", result, table)
+    sse.write_result("ttft.json", result, table, [summary])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@
                             health.json   what /health answered
                             props.json    what /props answered
 
-As a module, for every measure_*.py: the clock, the connection, the event
-stream, the slots, and run(). It knows nothing about any experiment. A figure is
-written only if it is true and its experiment took place, and a note says what
-else is in it.
+As a module it is what every measure_*.py builds on. A figure is written only if
+it is true and its experiment took place, and a note says what else is in it.
 """
 
 import argparse
@@ -58,8 +56,7 @@ def count(number, thing):
 # ---------------------------------------------------------------------------- settings
 def setting(name):
     """The setting `name` as text, from the environment; the default where that is unset or blank."""
-    text = os.environ.get(name, "")
-    return text if text.strip() else SETTINGS[name][0]
+    return os.environ[name] if os.environ.get(name, "").strip() else SETTINGS[name][0]
 
 
 def timeout():
@@ -212,18 +209,16 @@ def events(lines):
 class Answer:
     """A streaming answer of /v1/chat/completions. Use it in a `with`, which closes the connection.
 
-    Iterating yields its fragments as they arrive: {"t_ms": float, "text": str}, one for each event
-    with content; a role alone and a comment are none. All times are milliseconds since `start`, the
-    clock() just before the request was sent on an open connection. Iteration ends after a whole answer
-    (`[DONE]`, and before it a finish_reason of stop or length, or llama-server's final timings), after
-    close(), or after `cut_after` seconds. Anything else raises Failure: a refusal, an error, an answer
-    cut short or without content, a prompt out of a cache although `cache_prompt` is False.
-
-    total_ms, closed_at_ms: the time of [DONE], of the close; None before. count: fragments so far.
-    accepted_ms: the time of the headers with status 200: llama-server begins with the prompt then.
-    first_token_ms: the time of the first event with content or reasoning. finish_reason: why it ended.
-    timings: the server's own, {} where it sends none: prompt_n, prompt_ms, cache_n, predicted_n, predicted_ms
-    (tools/server/README.md of llama.cpp). raw_out: a binary file that gets every line.
+    Iterating yields its fragments as they arrive: {"t_ms": float, "text": str}, one for each event with content; a
+    role alone and a comment are none. All times are milliseconds since `start`, the clock() just before the request
+    was sent on an open connection. Iteration ends after a whole answer (`[DONE]`, and before it a finish_reason of
+    stop or length, or llama-server's final timings), after close(), or after `cut_after` seconds. Anything else
+    raises Failure: a refusal, an error, an answer cut short or without content, a prompt out of a cache although
+    `cache_prompt` is False. total_ms, closed_at_ms: the time of [DONE], of the close; None before. accepted_ms:
+    of the headers with status 200, when llama-server begins with the prompt. first_token_ms: of the first event
+    with content or reasoning. count: fragments so far. finish_reason: why the answer ended. timings: the server's
+    own, {} where it sends none: prompt_n, prompt_ms, cache_n, predicted_n, predicted_ms (tools/server/README.md of
+    llama.cpp). raw_out: a binary file that gets every line.
     """
 
     def __init__(self, messages, max_tokens=64, cache_prompt=True, raw_out=None, cut_after=None):
@@ -307,7 +302,7 @@ class Answer:
 
     def _check_headers(self):
         status, headers, data = self._response.status, self._response.headers, b""
-        kind, encoding = headers.get("Content-Type", ""), headers.get("Content-Encoding", "identity")
+        kind, encoding = headers.get("Content-Type", ""), headers.get("Content-Encoding") or "identity"
         streams = not kind or kind.partition(";")[0].strip().lower() == "text/event-stream"
         if status != 200 or not streams:
             self._socket.settimeout(1)  # the first part will do: the rest may never come
@@ -315,12 +310,14 @@ class Answer:
                 data = self._response.read1(65536)
             what = f"answered {status}" if status != 200 else f"answered with {kind}, not an event stream"
             raise Failure(refusal(CHAT, what, data, status))
-        if encoding != "identity":
+        if encoding.lower() != "identity":
             raise Failure(f"{url_of(CHAT)} answered in {encoding}, unasked: remove the proxy that compresses it")
         self.accepted_ms = self._ms(clock())
 
     def _content(self, at, kind, data):
         """The content of one event, "" where it has none; what else it tells is kept. Raises Failure."""
+        if kind not in (b"message", b"error") and b'"choices"' not in data:
+            return ""  # an event of another type, a ping, say
         try:
             event = {"error": True} if kind == b"error" else json.loads(data.decode("utf-8", "replace"))
             choice = (event.get("choices") or [{}])[0]
@@ -330,8 +327,7 @@ class Answer:
             timings = event.get("timings")
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             wrong = "JSON" if isinstance(error, (ValueError, RecursionError)) else "of the API's shape"
-            why = f"an event is not {wrong}: {error_text(data)}: is this a llama-server?"
-            raise Failure(f"{url_of(CHAT)}: {why}") from None
+            raise Failure(f"{url_of(CHAT)}: an event is not {wrong}: {error_text(data)}: is it llama-server?") from None
         chunk = "choices" in event or "timings" in event or "usage" in event
         if not chunk or event.get("error") or event.get("object") == "error":
             raise Failure(refusal(CHAT, f"reported an error after {count(self.count, 'fragment')}", data))
@@ -375,12 +371,12 @@ class Answer:
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None):
     """Send `messages` and read the answer → (chunks, total_ms, timings); chunks: [{"t_ms": float, "text": str}, …],
     the rest and what raises Failure: see Answer. raw_out: a path, written at the end, or an open file."""
-    is_path = isinstance(raw_out, (str, os.PathLike))
-    file = io.BytesIO() if is_path else getattr(raw_out, "buffer", raw_out)  # of a text file, its bytes
+    path = raw_out if isinstance(raw_out, (str, os.PathLike)) else None
+    file = io.BytesIO() if path else getattr(raw_out, "buffer", raw_out)  # of a text file, its bytes
     with Answer(messages, max_tokens, cache_prompt, file) as answer:
         chunks = list(answer)
-    if is_path:
-        save({raw_out: file.getvalue()})
+    if path:
+        save({path: file.getvalue()})
     note_what_else(answer, chunks)
     return chunks, answer.total_ms, answer.timings
 
@@ -404,7 +400,6 @@ def required_timing(timings, key):
     raise Failure(f"the server's timings {what}: is {url_of('')} a llama-server?")
 
 
-# ---------------------------------------------------------------------------- what else is in a figure
 def note(kind, text, size=0.0):
     """Keep a remark about the figures: of each kind, the largest."""
     notes[kind] = max(notes.get(kind, (size, text)), (size, text))
@@ -412,20 +407,20 @@ def note(kind, text, size=0.0):
 
 def note_what_else(answer, chunks):
     """After a whole answer, note what else is in its figures: the server's own clock and its other slots tell."""
-    first, taken = answer.first_token_ms, answer.total_ms - answer.first_token_ms
+    first, came = answer.first_token_ms, chunks[-1]["t_ms"] - answer.first_token_ms
     prompt_ms, predicted_ms = answer.timings.get("prompt_ms"), answer.timings.get("predicted_ms")
-    if not answer.cache_prompt and answer.timings and not is_number(answer.timings.get("cache_n")):
-        note("untold", "the server does not tell what came from a cache (no cache_n): nobody knows whether it was off")
-    late = first - prompt_ms if is_number(prompt_ms) else 0
-    if late > max(50, 0.1 * first):
-        causes = "another request in front of it (a queue), the network, a proxy, or a suspended process"
-        note("late", f"a first token came {late:.0f} ms later than the server's own clock explains: {causes}", late)
-    held = predicted_ms - taken if is_number(predicted_ms) else 0
-    at_once = not is_number(predicted_ms) and len(chunks) >= 8 and chunks[-1]["t_ms"] - chunks[0]["t_ms"] <= 1
-    if at_once or held > max(50, 0.1 * (held + taken)):
-        what = f"{held:.0f} of the {held + taken:.0f} ms that an answer took the server were held back"
+    if not answer.cache_prompt and not is_number(answer.timings.get("cache_n")):
+        note("untold", "nobody knows whether the cache was off: the server does not tell what came from it (cache_n)")
+    gap = abs(first - prompt_ms) if is_number(prompt_ms) else 0
+    if gap > max(50, 0.1 * first):
+        what = f"a first token came after {first:.0f} ms, {gap:.0f} from the {prompt_ms:.0f} of the server's clock"
+        note("first", f"{what}: another request in front (a queue), the network, or a suspended process", gap)
+    gap = abs(predicted_ms - came) if is_number(predicted_ms) else 0
+    at_once = not is_number(predicted_ms) and len(chunks) >= 8 and came <= 1
+    if at_once or gap > max(50, 0.1 * came):
+        what = f"an answer came in {came:.0f} ms, {gap:.0f} from the {predicted_ms or 0:.0f} of the server's clock"
         what = f"all {len(chunks)} fragments came within 1 ms" if at_once else what
-        note("held", f"{what}: a proxy that buffers, the network, or a suspended process", held)
+        note("answer", f"{what}: a proxy that buffers, the network, or a suspended process", gap)
     reasoning = chunks[0]["t_ms"] - first
     if reasoning > 0:
         note("reasoning", f"reasoning came first: {reasoning:.0f} ms of the first token's time", reasoning)
@@ -499,8 +494,7 @@ def save(files):
         for path, name in temporary.items():
             os.replace(name, path)
     except OSError as error:
-        what = f"can't write {path} ({error_words(error)}): make room, make it writable, or set VOICE_LLM_OUT"
-        raise Failure(what) from None
+        raise Failure(f"can't write {path} ({error_words(error)}): make room for it, or set VOICE_LLM_OUT") from None
     finally:
         for name in temporary.values():
             with contextlib.suppress(OSError):
@@ -529,12 +523,11 @@ def say(text, end="\n"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def write_result(name, result, table):
-    """Save a step's `result`; print its `table`, except on a terminal, where the progress has shown its figures."""
+def write_result(name, result, table, summary=()):
+    """Save a step's `result`. Print `summary` and `table`, but no table on a terminal, where progress has shown it."""
     save({result_path(name): result})
-    if not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)):
-        print("\n".join(table))
-    print(f"wrote {printable(result_path(name))}", flush=True)
+    seen = all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    print(*summary, *(() if seen else table), f"wrote {printable(result_path(name))}", sep="\n", flush=True)
     if os.path.exists(result_path("report.json")) and not os.environ.get("VOICE_LLM_RUN_ALL"):
         note("report", "report.json still has the earlier figures: run report.py")
 
@@ -574,12 +567,13 @@ def run(main):
             say("")
         say(f"{script}: {failure}"[:1000])
     except OSError as error:  # only printing is left to raise this
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):  # `| head` has what it wants
             say(f"{script}: can't print the result ({error_words(error)}): look at where stdout goes")
     finally:  # a signal must not break into Python's own end either
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    sys.exit(1)
+        if stopping:
+            os._exit(128 + stopping[0])  # Python's end would wait for a terminal that stalls
+    os._exit(1)  # nor try again to print what could not be printed
 
 
 # ---------------------------------------------------------------------------- steps 1 and 2
@@ -603,7 +597,8 @@ def server():
     answers = {path: get(path) for path in ("/health", "/props")}
     for path, (status, body) in answers.items():
         with contextlib.suppress(ValueError, RecursionError):
-            if status == 200 and isinstance(json.loads(body), dict):
+            found = json.loads(body)
+            if status == 200 and isinstance(found, dict) and "error" not in found:
                 continue
         raise Failure(refusal(path, f"answered {status}", body, status))
     return [body for _, body in answers.values()]
@@ -624,12 +619,14 @@ def main():
     raw, chunks = io.BytesIO(), []
     screen = concurrent.futures.ThreadPoolExecutor(1)  # in a thread, a stalled terminal stops no clock
     try:
-        with screen, Answer(messages, cache_prompt=False, raw_out=raw) as answer:
+        with Answer(messages, cache_prompt=False, raw_out=raw) as answer:
             for chunk in answer:
                 chunks.append(chunk)
                 screen.submit(print, printable(chunk["text"]), end="", flush=True)
-    finally:
-        print()  # the line of the answer, also of half of one, ends here
+    except Failure:
+        screen.submit(print, flush=True).result()  # ends the line of half an answer
+        raise
+    screen.submit(print, flush=True).result()
     note_what_else(answer, chunks)
     lines = b"".join(to_json(chunk) + b"\n" for chunk in chunks)
     save({result_path("sse_raw.txt"): raw.getvalue(), result_path("chunks.jsonl"): lines})

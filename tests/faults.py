@@ -191,8 +191,14 @@ def no_last_newline(wire, events):
 
 @harmless
 def connection_close(wire, events):
-    """Connection: close, and no length"""
-    wire.head(framing="close")
+    """Connection: close, no length, and Content-Encoding: Identity"""
+    wire.send_response(200)
+    wire.send_header("Content-Type", "text/event-stream")
+    wire.send_header("Content-Encoding", "Identity")
+    wire.send_header("Connection", "close")
+    wire.end_headers()
+    wire.framing = "close"
+    wire.close_connection = True
     for event in events:
         wire.event(event)
     wire.done()
@@ -306,6 +312,16 @@ def paced(wire, events):
     """as slow_second; first tokens after 40, 10, 30, 20 and 50 ms more, ends after 40, 100, 20, 80 and 60 ms more"""
     number = (len(wire.server.fake.requests) - 1) % 5
     slowly(wire, events, (40, 10, 30, 20, 50)[number] / 1000, (40, 100, 20, 80, 60)[number] / 1000)
+
+
+@harmless
+def named_pings(wire, events):
+    """events of another type in between, with JSON, with text, with [DONE]"""
+    wire.head()
+    for event in events:
+        wire.send(b'event: ping\ndata: {"type": "ping"}\n\nevent: keepalive\ndata: ping\n\n')
+        wire.event(event)
+    wire.done()
 
 
 @fault
@@ -883,6 +899,8 @@ with_timings(
     lambda t: {"prompt_n": 1, "prompt_ms": t["prompt_ms"], "predicted_n": 1, "predicted_ms": t["predicted_ms"]},
     "one token computed of every prompt, and no cache_n",
 )
+with_timings("timings_early", lambda t: {**t, "prompt_ms": 90_000.0}, "a prompt that took longer than the answer")
+with_timings("slow_line", lambda t: {**t, "predicted_ms": 1.0}, "an answer that takes longer than the server took")
 with_timings("timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number")
 with_timings("all_cached", lambda t: {**t, "cache_n": t["prompt_n"] // 4}, "a fifth of every prompt out of a cache")
 
@@ -1041,3 +1059,23 @@ def slots_second_busy(wire, states):
 def slots_second_ends(wire, states):
     """a second slot that is busy at the first look after an answer, and not at the next"""
     second_slot(wire, states, wire.server.fake.paths[-2:-1] == ["/v1/chat/completions"])
+
+
+@slots_fault
+def slots_two_at_work(wire, states):
+    """a second slot that works whenever the first does"""
+    second_slot(wire, [dict(states[0], id_task=7)], states[0]["is_processing"])
+
+
+@slots_fault
+def slots_slow(wire, states):
+    """an answer that takes 300 ms once a client has hung up"""
+    time.sleep(0.3 * bool(wire.server.fake.closed_ms))
+    wire.json(states)
+
+
+@slots_fault
+def slots_slow_at_work(wire, states):
+    """an answer that takes 700 ms while a slot is at work"""
+    time.sleep(0.7 * states[0]["is_processing"])
+    wire.json(states)

@@ -143,7 +143,7 @@ def test_bars_are_on_one_scale(lab, results):
 
 
 @pytest.mark.parametrize("options", [[], ["--checks"], ["--against"]])
-@pytest.mark.parametrize("columns", [1, 40, 60, 79, 80, 100, 250])
+@pytest.mark.parametrize("columns", [1, 40, 60, 80, 250])
 def test_everything_fits_the_width_of_the_terminal(lab, results, tmp_path, columns, options):
     results["cache"]["changed_suffix"] = SUFFIX
     write(tmp_path / "old", results, cancel_prefill=EARLY, props=PROPS)
