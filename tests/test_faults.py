@@ -137,7 +137,7 @@ ROWS = [
     ([TTFT, CANCEL], "slots_busy", ("still busy", "restart the server")),
     ([TTFT, CANCEL], "slots_silence", ("/slots: no answer", "VOICE_LLM_TIMEOUT")),
     # the cut
-    ([CANCEL], "short", ("ended before the close", "void")),
+    ([CANCEL], "short", ("ended before the close at 500 ms", "void")),
     ([CANCEL], "short_finish_and_silence", ("ended before the close", "void")),
     ([CANCEL], "late_content", ("prefill", "void", "KV cache")),
     ([CANCEL], "long_reasoning", ("only reasoning", "void", "--reasoning-budget 0")),
@@ -147,7 +147,7 @@ ROWS = [
     ([CANCEL], "slots_taken_without_id", ("still busy", "after the close")),
     ([CANCEL], "slots_two_at_work", ("2 requests were at work", "void", "-np 1")),
     ([CANCEL], "slots_slow_at_work", ("/slots did not answer between the first token and the close", "void")),
-    ([EARLY], "long_reasoning", ("the first token came before the close", "void")),
+    ([EARLY], "long_reasoning", ("the first token came before the close at 100 ms", "void")),
     ([EARLY], "late_headers", ("had not accepted", "void", "too far away", "refuse")),
     ([EARLY], "late_refusal", ("had not accepted", "void", "too far away", "refuse")),
     ([EARLY], "no_content", ("no content",)),
@@ -167,11 +167,11 @@ def test_it_fails_in_one_line_and_leaves_the_earlier_files(lab, fault, script, w
 
 # (scripts, fault, words of the note)
 NOTES = [
-    ([TTFT], "queued", ("a first token came after ", " of the server's clock", "queue", "network", "suspended")),
-    ([SENTENCE], "early_role", ("a first token came after ", " of the server's clock")),
-    ([TTFT], "timings_early", ("a first token came after ", "90000 of the server's clock")),
-    ([TTFT], "buffered", ("an answer came in ", " of the server's clock", "buffers", "suspended")),
-    ([SENTENCE], "slow_line", ("an answer came in ", " of the server's clock")),
+    ([TTFT], "queued", ("a first token took ", " by the server's clock", "queue", "network", "suspended")),
+    ([SENTENCE], "early_role", ("a first token took ", " by the server's clock")),
+    ([TTFT], "timings_early", ("a first token took ", "90000 by the server's clock")),
+    ([TTFT], "buffered", ("an answer came in ", " by the server's clock", "buffers", "suspended")),
+    ([SENTENCE], "slow_line", ("an answer came in ", " by the server's clock")),
     ([PREFILL], "cached_untold", ("nobody knows whether the cache was off",)),
     (["sse.py"], "no_timings", ("nobody knows whether the cache was off",)),
     ([SENTENCE], "buffered_untold", ("fragments came within 1 ms", "buffers")),

@@ -145,11 +145,11 @@ def test_of_each_kind_of_note_the_largest_is_kept(monkeypatch):
     assert sse.notes == {"late": (90, "90 ms"), "other": (0, "once")}
 
 
-def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None):
+def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None, total=None):
     """The kinds of notes after an answer with these times, all in ms."""
 
     class Whole:
-        first_token_ms, cache_prompt = first or chunks[0], True
+        first_token_ms, total_ms, cache_prompt = first or chunks[0], total or chunks[-1], True
 
     Whole.timings = timings
     monkeypatch.setattr(sse, "notes", {})
@@ -170,6 +170,9 @@ def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None):
         ({"prompt_ms": 1000.0, "predicted_ms": 1099.0}, {}, set()),
         ({"prompt_ms": 1000.0, "predicted_ms": 1101.0}, {}, {"answer"}),
         ({"prompt_ms": 1000.0, "predicted_ms": 899.0}, {}, {"answer"}),
+        ({"prompt_ms": 1000.0, "predicted_ms": 901.0}, {}, set()),
+        ({"prompt_ms": 1000.0, "predicted_ms": 1500.0}, {"total": 2500.0}, set()),  # the last token has no text
+        ({"prompt_ms": 1000.0, "predicted_ms": 1000.0}, {"total": 2500.0}, set()),  # [DONE] may be late
         ({"prompt_ms": 1000.0, "predicted_ms": 149.0}, {"chunks": (1000.0, 1100.0)}, set()),
         ({"prompt_ms": 1000.0, "predicted_ms": 151.0}, {"chunks": (1000.0, 1100.0)}, {"answer"}),
         ({}, {"chunks": (1000.0,) * 8}, {"answer"}),
