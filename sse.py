@@ -413,14 +413,14 @@ def note_what_else(answer, chunks):
         note("untold", "nobody knows whether the cache was off: the server does not tell what came from it (cache_n)")
     gap = abs(first - prompt_ms) if is_number(prompt_ms) else 0
     if gap > max(50, 0.1 * first):
-        what = (
-            f"a first token took {first:.0f} ms, but prefill {prompt_ms:.0f} by the server's clock ({gap:.0f} ms apart)"
-        )
+        what = f"a first token took {first:.0f} ms, but {prompt_ms:.0f} by the server's clock ({gap:.0f} ms apart)"
         note("first", f"{what}: another request in front (a queue), the network, or a suspended process", gap)
     gap = max(predicted_ms - taken, last - first - predicted_ms) if is_number(predicted_ms) else 0
     at_once = not is_number(predicted_ms) and len(chunks) >= 8 and last - chunks[0]["t_ms"] <= 1
     if at_once or gap > max(50, 0.1 * taken):
-        what = f"an answer came in {taken:.0f} ms, but took {predicted_ms or 0:.0f} by the server's clock ({gap:.0f} ms apart)"
+        what = (
+            f"an answer came in {taken:.0f} ms, but {predicted_ms or 0:.0f} by the server's clock ({gap:.0f} ms apart)"
+        )
         what = f"all {len(chunks)} fragments came within 1 ms" if at_once else what
         note("answer", f"{what}: a proxy that buffers, the network, or a suspended process", gap)
     reasoning = chunks[0]["t_ms"] - first
