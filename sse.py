@@ -544,8 +544,7 @@ def parser(doc):
 
 
 def run(main):
-    """Run a script's `main`. A Failure becomes one line on stderr and exit status 1; Ctrl-C and SIGTERM close
-    the connection and exit with 130 and 143."""
+    """Run a script's `main`: a Failure is one line on stderr and status 1; Ctrl-C and SIGTERM exit with 130 and 143."""
     stopping = []  # a second Ctrl-C must not interrupt the cleaning up
 
     def stop(signum, frame):
