@@ -335,7 +335,7 @@ def check_lines(table, width):
     lines = []
     for check in table:
         two = f"{round(check.left, 3):.10g} {check.sign} {round(check.right, 3):.10g}"
-        line = f"{'ok' if holds(check) else 'FAILS':6} {check.text:{51 if width >= 80 else 0}} {two}"
+        line = f"{'ok' if holds(check) else 'FAILS':6} {check.text:{51 if width >= 80 else 1}} {two}"
         lines += textwrap.wrap(line, width, subsequent_indent=" " * 7)
         lines += [] if holds(check) else [f"       run measure_{check.step}.py again"]
     return lines

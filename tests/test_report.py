@@ -157,8 +157,9 @@ def test_everything_fits_the_width_of_the_terminal(lab, results, tmp_path, colum
     write(lab.out, results, cancel_prefill=EARLY, props=long_name)
     os.utime(lab.out / "cache.json", (1, 1))
     lab.env["COLUMNS"] = str(columns)
-    lines = lab.run("report.py", *options, *[str(tmp_path / "old")] * (options == ["--against"])).out.splitlines()
-    assert len(lines) > 10
+    process = lab.run("report.py", *options, *[str(tmp_path / "old")] * (options == ["--against"]))
+    lines = process.out.splitlines()
+    assert len(lines) > 10, process.err
     assert max(map(len, lines)) <= max(columns, 40)
     assert len([line for line in lines if line.startswith("FAILS")]) == 1
 
