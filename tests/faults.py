@@ -86,11 +86,13 @@ def queued(wire, events):
 
 @harmless
 def bytewise(wire, events):
-    """every byte in an HTTP chunk of its own"""
+    """every byte of the first ten events in an HTTP chunk of its own: of all would be slow, and earn a note"""
     wire.head()
-    for event in events:
+    for event in itertools.islice(events, 10):
         for byte in data(event):
             wire.send(bytes([byte]))
+    for event in events:
+        wire.send(data(event))
     wire.done()
 
 
