@@ -247,11 +247,8 @@ def checks(results):
     runs, prefill, cache = results["ttft"]["runs"], results["prefill"], results["cache"]
     sentence, cancel = results["sentence"], results["cancel"]
     closest = min(runs, key=lambda run: run["total_ms"] - run["ttft_ms"])
-    table = [
-        Check(
-            "ttft", "the first token comes before the end, in every run", closest["ttft_ms"], "<", closest["total_ms"]
-        )
-    ]
+    text = "the first token comes before the end, in every run"
+    table = [Check("ttft", text, closest["ttft_ms"], "<", closest["total_ms"])]
     for key in "ttft", "total":
         third, text = median([run[f"{key}_ms"] for run in runs]), f"{key}_p50 is the third of the five sorted runs"
         table.append(Check("ttft", text, results["ttft"][f"{key}_p50"], "==", third))
@@ -269,34 +266,18 @@ def checks(results):
         table.append(Check("prefill", text, row["prompt_ms"], "<=", row["ttft_ms"]))
 
     first, second, prefix = cache["first"], cache["second"], cache["changed_prefix"]
-    nothing_reused = warm = ""
-    if second["prompt_n"] >= 0.9 * first["prompt_n"]:
-        nothing_reused = (
-            "second reused nothing: the model (sliding window, recurrent memory: --swa-full helps some) or "
-        )
-        nothing_reused += "a flag of llama-server (--no-cache-prompt)"
-    if prefix["prompt_n"] < 0.9 * first["prompt_n"]:
+    most = 0.9 * first["prompt_n"]
+    no_hit = warm = ""
+    if second["prompt_n"] >= most:
+        no_hit = "second reused nothing: the model (sliding window, recurrent memory: --swa-full helps some) or "
+        no_hit += "a flag of llama-server (--no-cache-prompt)"
+    if prefix["prompt_n"] < most:
         warm = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
-    least = 0.9 * first["prompt_n"]
     table += [
-        Check(
-            "cache",
-            "a hit computes fewer tokens than first",
-            second["prompt_n"],
-            "<",
-            first["prompt_n"],
-            nothing_reused,
-        ),
-        Check("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], nothing_reused),
-        Check("cache", "changed prefix: 0.9 of first is computed again", least, "<=", prefix["prompt_n"], warm),
-        Check(
-            "cache",
-            "changed prefix: slower than a hit",
-            second["ttft_ms"],
-            "<",
-            prefix["ttft_ms"],
-            nothing_reused or warm,
-        ),
+        Check("cache", "a hit computes fewer tokens than first", second["prompt_n"], "<", first["prompt_n"], no_hit),
+        Check("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], no_hit),
+        Check("cache", "changed prefix: 0.9 of first is computed again", most, "<=", prefix["prompt_n"], warm),
+        Check("cache", "changed prefix: slower than a hit", second["ttft_ms"], "<", prefix["ttft_ms"], no_hit or warm),
     ]
 
     length = len(sentence["first_sentence"])
@@ -308,9 +289,8 @@ def checks(results):
     ]
 
     received, closed_ms = cancel["received_tokens"], cancel["closed_at_ms"]
-    half_ms = (
-        0.5 * (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
-    )  # of what the rest would have taken
+    # Half of the time that the rest of the answer would have taken:
+    half_ms = 0.5 * (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
     went_on = ""
     if half_ms > 0:
         went_on = "the server may have gone on to the end, as behind a relay that swallows a hang-up: "

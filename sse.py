@@ -418,9 +418,8 @@ def note_what_else(answer, chunks):
     gap = max(predicted_ms - taken, last - first - predicted_ms) if is_number(predicted_ms) else 0
     at_once = not is_number(predicted_ms) and len(chunks) >= 8 and last - chunks[0]["t_ms"] <= 1
     if at_once or gap > max(50, 0.1 * taken):
-        what = (
-            f"an answer came in {taken:.0f} ms, but {predicted_ms or 0:.0f} by the server's clock ({gap:.0f} ms apart)"
-        )
+        what = f"an answer came in {taken:.0f} ms, but {predicted_ms or 0:.0f} by the server's clock"
+        what += f" ({gap:.0f} ms apart)"
         what = f"all {len(chunks)} fragments came within 1 ms" if at_once else what
         note("answer", f"{what}: a proxy that buffers, the network, or a suspended process", gap)
     reasoning = chunks[0]["t_ms"] - first
