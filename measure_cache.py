@@ -19,6 +19,7 @@ import sse
 from measure_prefill import documents, long_prompt, question
 
 TIME = "Current time: 14:05."
+NEARLY_ALL = 0.9  # of a prompt that was computed: as good as all of it
 TEMPLATE = 40  # tokens: a chat template puts fewer in front of every prompt, and so does the line with the time
 
 
@@ -45,7 +46,7 @@ def check_cold(name, system, figures, reused, other_prompt_n):
     told = reused is not None and reused > max(TEMPLATE, 0.1 * (reused + computed))
     # What was computed tells where the server does not: as much as for the other cold prompt, and a
     # prompt has about as many tokens as words, or more.
-    inferred = computed < max(0.9 * (other_prompt_n - TEMPLATE), 0.5 * len(system.split()))
+    inferred = computed < max(NEARLY_ALL * (other_prompt_n - TEMPLATE), 0.5 * len(system.split()))
     if told or inferred:
         kept = f", with {sse.count(reused, 'token')} reused" if reused else ""
         raise sse.Failure(
@@ -58,8 +59,10 @@ def measure(texts, changed_suffix=False):
     """The requests of this step → the content of cache.json. Times in milliseconds. Raises sse.Failure."""
     system = long_prompt(texts)
     sse.wait_idle()
+    sse.say("hi, so that the slot holds another prompt ... ", end="")
     with sse.Answer([{"role": "user", "content": "hi"}], max_tokens=4) as hi:
         list(hi)
+    sse.say(f"{hi.total_ms:.0f} ms")
     first, first_reused = ask(f"first: {sse.count(len(texts), 'document')}, cache cold", system)
     second, _ = ask("second: the same again", system)
     result = {"first": first, "second": second}
@@ -70,7 +73,7 @@ def measure(texts, changed_suffix=False):
     check_cold("first", system, first, first_reused, prefix["prompt_n"])
     check_cold("changed_prefix", system, prefix, prefix_reused, first["prompt_n"])
     hits = [name for name in ("second", "changed_suffix") if name in result]
-    missed = [name for name in hits if result[name]["prompt_n"] >= 0.9 * first["prompt_n"]]
+    missed = [name for name in hits if result[name]["prompt_n"] >= NEARLY_ALL * first["prompt_n"]]
     if missed:
         why = "a model with a sliding window or recurrent memory, --no-cache-prompt, or another request in between"
         sse.note("not reused", f"{' and '.join(missed)} reused nothing of the prompt before: {why}")

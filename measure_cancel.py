@@ -77,8 +77,11 @@ def check_close(answer, seconds):
 def during_generation():
     """→ the content of cancel.json. Times in milliseconds. Raises sse.Failure."""
     sse.wait_idle(required=True)
+    begin = sse.clock()
+    sse.say("one token, so that the prompt is in the KV cache ... ", end="")
     with contextlib.suppress(sse.Failure), sse.Answer(COUNTING, max_tokens=1) as answer:
-        list(answer)  # puts the prompt into the KV cache; what goes wrong here goes wrong again below
+        list(answer)  # what goes wrong here goes wrong again below
+    sse.say(f"{(sse.clock() - begin) * 1000:.0f} ms")
     sse.wait_idle(required=True)
     sse.say("hanging up ... ", end="")
     tasks = None
@@ -135,7 +138,7 @@ def during_prefill(texts):
         chunks = list(following)
     wait_ms = round((following.start - left.start) * 1000 - left.closed_at_ms + chunks[0]["t_ms"], 3)
     prompt_ms = sse.required_timing(following.timings, "prompt_ms")
-    sse.say(f"{wait_ms:.1f} ms")
+    sse.say(f"{wait_ms:.1f} ms after the close at {left.closed_at_ms:.1f} ms, its own prefill {prompt_ms:.1f} ms")
     return {
         "docs": len(texts),
         "closed_at_ms": left.closed_at_ms,

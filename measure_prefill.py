@@ -27,8 +27,8 @@ def question():
     return sse.setting("VOICE_LLM_QUESTION") or SATURDAY
 
 
-def documents():
-    """The texts of the *.md files of VOICE_LLM_KB, in the order of their names; empty ones are noted.
+def documents(most=None):
+    """The texts of the first `most` *.md files of VOICE_LLM_KB, or all, by their names; empty ones are noted.
 
     Raises sse.Failure where there is none, or naming the file that can't be read.
     """
@@ -42,7 +42,7 @@ def documents():
     if not names:
         raise sse.Failure(f"there is no *.md in {folder}: {what_to_do}")
     convert = "convert it to UTF-8 and make it readable, or remove it from VOICE_LLM_KB"
-    texts = [sse.read_text(os.path.join(folder, name), convert) for name in names]
+    texts = [sse.read_text(os.path.join(folder, name), convert) for name in names[:most]]
     empty = [name for name, text in zip(names, texts) if not text]
     if empty:
         sse.note("empty", f"empty, so it adds no tokens to the prompt: {', '.join(empty)}")
@@ -55,8 +55,8 @@ def long_prompt(texts):
 
 
 def enough_documents():
-    """The texts of documents(). Raises sse.Failure where they are too few for this step."""
-    texts = documents()
+    """The texts of the first documents(). Raises sse.Failure where they are too few for this step."""
+    texts = documents(max(COUNTS))
     if len(texts) < max(COUNTS):
         raise sse.Failure(
             f"{sse.count(len(texts), 'document')} in {sse.setting('VOICE_LLM_KB')}, but step 4 takes {max(COUNTS)}: "
@@ -87,6 +87,7 @@ def main():
     texts = enough_documents()
     long_prompt(texts)
     if check:
+        documents()
         sse.address()
         sse.timeout()
         return

@@ -33,7 +33,7 @@ while [ -L "$self" ]; do
 done
 here=$(cd -P "$(dirname "$self")" && pwd)
 
-for name in VOICE_LLM_URL VOICE_LLM_OUT; do # one that is blank counts as unset
+for name in VOICE_LLM_URL VOICE_LLM_OUT VOICE_LLM_SYSTEM; do # one that is blank counts as unset
   case ${!name-} in *[![:space:]]*) ;; *) unset "$name" ;; esac
 done
 if [ -n "$fake" ]; then
@@ -58,7 +58,8 @@ trap end EXIT
 trap 'stopped_by 130' INT
 trap 'stopped_by 143' TERM
 stopped_by() { # the exit status
-  if [ -n "$number" ]; then echo "run_all.sh: stopped in step $number; the files of later steps are as they were" >&2; fi
+  local kept="the files of later steps are as they were"
+  if [ -n "$number" ]; then printf '\nrun_all.sh: stopped in step %s; %s\n' "$number" "$kept" >&2; fi
   exit "$1"
 }
 
@@ -143,10 +144,13 @@ run_optional() { # a command of the step; the run goes on where it fails
 }
 run() { run_optional "$@"; if [ "$failed" -ne 0 ]; then exit "$failed"; fi; }
 
-log() { # of the Pod's server: how many lines have a "cancel task", and how many there are
+port=${url#*://} port=${port%%/*}
+case $port in *:*) port=${port##*:} ;; *) port=80 ;; esac
+log() { # of the Pod's server: how many "cancel task" it has, and how many lines; none where it listens on another port
   local limit=''
   if command -v timeout >/dev/null; then limit="timeout 2"; fi # for a log that is followed for ever
-  $limit voice-llm log 2>/dev/null </dev/null | awk '/cancel task/ { n++ } END { print n + 0, NR }'
+  $limit voice-llm log 2>/dev/null </dev/null | awk -v port="[: ]$port([^0-9]|\$)" \
+    '/cancel task/ { n++ } /listening/ { other = $0 !~ port } END { print other ? "0 0" : n + 0 " " NR }'
 }
 
 step 1 "the server"

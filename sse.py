@@ -8,8 +8,8 @@
                             health.json   what /health answered
                             props.json    what /props answered
 
-As a module it is what every measure_*.py builds on. A figure is written only if
-it is true and its experiment took place, and a note says what else is in it.
+Every measure_*.py builds on this module. A figure is written only if it is
+true, its experiment took place, and measuring did not disturb it.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from urllib.parse import urlsplit
@@ -114,7 +115,8 @@ ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the firs
     ((200, 404, 405), "", "is this a llama-server, and VOICE_LLM_URL its address without a path?"),
     ((413,), "", "a proxy refuses a prompt of this size: raise its limit, or set VOICE_LLM_URL to llama-server itself"),
     ((429,), "", "a proxy limits the number of requests: wait, or set VOICE_LLM_URL to llama-server itself"),
-    ((501,), "", "start llama-server without --no-slots (old builds: with --slots)"),
+    ((501,), "slots", "start llama-server without --no-slots (old builds: with --slots)"),
+    ((501,), "does not support", "restart llama-server as its message says"),
     ((503,), "loading", "wait until the model is loaded, and run this again"),
     ((502, 503, 504), "", "a proxy can't reach llama-server: start it, or set VOICE_LLM_URL to llama-server itself"),
     ((), "", "look at the server's log"),
@@ -228,7 +230,7 @@ class Answer:
         self.seconds = timeout() if cut_after is None else cut_after
         self.total_ms = self.accepted_ms = self.first_token_ms = self.closed_at_ms = self.finish_reason = None
         self.timings, self.count, self._final_timings = {}, 0, False
-        self._words = sum(len(message["content"].split()) for message in messages)
+        self._words = sum(len(str(message.get("content") or "").split()) for message in messages)
         self._response, self._why = None, ""  # why the connection ended, where http.client tells
         self._connection = connect(timeout())
         # Kept here: getresponse() takes the socket away from the connection if the server says
@@ -329,7 +331,7 @@ class Answer:
             wrong = "JSON" if isinstance(error, (ValueError, RecursionError)) else "of the API's shape"
             raise Failure(f"{url_of(CHAT)}: an event is not {wrong}: {error_text(data)}: is it llama-server?") from None
         chunk = "choices" in event or "timings" in event or "usage" in event
-        if not chunk or event.get("error") or event.get("object") == "error":
+        if not chunk or event.get("error"):
             raise Failure(refusal(CHAT, f"reported an error after {count(self.count, 'fragment')}", data))
         if (content or reasoning) and self.first_token_ms is None:
             self.first_token_ms = self._ms(at)
@@ -407,7 +409,7 @@ def note(kind, text, size=0.0):
 
 def note_what_else(answer, chunks):
     """After a whole answer, note what else is in its figures: the server's own clock and its other slots tell."""
-    first, last, taken = answer.first_token_ms, chunks[-1]["t_ms"], answer.total_ms - answer.first_token_ms
+    first, last = answer.first_token_ms, chunks[-1]["t_ms"]
     prompt_ms, predicted_ms = answer.timings.get("prompt_ms"), answer.timings.get("predicted_ms")
     if not answer.cache_prompt and not is_number(answer.timings.get("cache_n")):
         note("untold", "nobody knows whether the cache was off: the server does not tell what came from it (cache_n)")
@@ -415,15 +417,16 @@ def note_what_else(answer, chunks):
     if gap > max(50, 0.1 * first):
         what = f"a first token took {first:.0f} ms, but {prompt_ms:.0f} by the server's clock ({gap:.0f} ms apart)"
         note("first", f"{what}: another request in front (a queue), the network, or a suspended process", gap)
-    gap = max(predicted_ms - taken, last - first - predicted_ms) if is_number(predicted_ms) else 0
-    at_once = not is_number(predicted_ms) and len(chunks) >= 8 and last - chunks[0]["t_ms"] <= 1
-    if at_once or gap > max(50, 0.1 * taken):
-        what = f"an answer came in {taken:.0f} ms, but {predicted_ms or 0:.0f} by the server's clock"
-        what += f" ({gap:.0f} ms apart)"
-        what = f"all {len(chunks)} fragments came within 1 ms" if at_once else what
-        note("answer", f"{what}: a proxy that buffers, the network, or a suspended process", gap)
-    reasoning = chunks[0]["t_ms"] - first
-    if reasoning > 0:
+    causes = "a proxy that buffers, the network, or a suspended process"
+    if is_number(predicted_ms):  # the last token may have no text, and [DONE] may be late: between the two is right
+        took = sorted((last - first, predicted_ms, answer.total_ms - first))[1]
+        gap = abs(took - predicted_ms)
+        if gap > max(50, 0.1 * took):
+            what = f"an answer came in {took:.0f} ms, but {predicted_ms:.0f} by the server's clock ({gap:.0f} ms apart)"
+            note("answer", f"{what}: {causes}", gap)
+    elif len(chunks) >= 8 and last - chunks[0]["t_ms"] <= 1:
+        note("answer", f"all {len(chunks)} fragments came within 1 ms: {causes}")
+    if (reasoning := chunks[0]["t_ms"] - first) > 0:
         note("reasoning", f"reasoning came first: {reasoning:.0f} ms of the first token's time", reasoning)
     for pause in 0, 0.02:  # a slot may still be winding up
         time.sleep(pause)
@@ -474,12 +477,10 @@ def make_out():
     """Make the folder of the results: better to fail before the measurement than after it."""
     try:
         os.makedirs(result_path(), exist_ok=True)
-        if not os.access(result_path(), os.W_OK | os.X_OK):
-            raise PermissionError("permission denied")
-    except (OSError, ValueError) as error:
-        raise Failure(
-            f"can't write into {result_path()} ({error_words(error)}): set VOICE_LLM_OUT to another folder"
-        ) from None
+        tempfile.TemporaryFile(dir=result_path()).close()
+    except OSError as error:
+        why = f"can't write into {result_path()} ({error_words(error)})"
+        raise Failure(f"{why}: set VOICE_LLM_OUT to another folder") from None
 
 
 def save(files):
@@ -586,10 +587,10 @@ def server():
             status, body = get("/health", min(limit, 5))
             if status != 503 or b"loading" not in body.lower():
                 break
-            patience, why = limit, Failure(f"the server is still loading its model after {limit:g} s: look at its log")
+            longest, why = limit, Failure(f"the server is still loading its model after {limit:g} s: look at its log")
         except Failure as failure:  # one that was just started does not listen yet
-            patience, why = min(limit, 4), failure
-        if clock() - begin > patience:
+            longest, why = min(limit, 4), failure
+        if clock() - begin > longest:
             raise why
         if attempt == 0:
             say("the server is not ready yet: waiting")

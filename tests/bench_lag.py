@@ -3,15 +3,18 @@
 
   python3 tests/bench_lag.py
 
-A server process puts its own clock into each fragment; each reader stamps the fragments as it gets
-them. For sse.stream, for a bare socket loop and for those of requests, httpx-sse, aiohttp and openai
-that are installed (nothing is installed here), in turn over several rounds:
+A server process puts its own clock into each fragment; each reader stamps the
+fragments as it gets them. For sse.stream, for a bare socket loop and for those
+of requests, httpx-sse, aiohttp and openai that are installed (nothing is
+installed here), in turn over several rounds:
 
-  lag   from the server's send to the reader's stamp, one fragment every 5 ms, like a model's tokens
+  lag   from the server's send to the reader's stamp, one fragment every 5 ms,
+        like a model's tokens
   cpu   processor time of the reader for a fragment, one every 0.1 ms
   ratio of that to the bare socket loop, which also parses the JSON
 
-The clocks of two processes are one where time.perf_counter is the system's monotonic clock (Linux, macOS).
+The clocks of two processes are one where time.perf_counter is the system's
+monotonic clock (Linux, macOS).
 """
 
 import argparse

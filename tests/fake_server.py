@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""A llama-server as far as this suite can see one, without a model: its times are simulated.
+"""A llama-server as this suite sees one, without a model: its times are simulated.
 
-  python3 tests/fake_server.py                 serves http://127.0.0.1:8080
-  python3 tests/fake_server.py --port 0        a free port; the first line on stdout is the URL
-  python3 tests/fake_server.py --fault cut     misbehaves as faults.py says; --faults lists the names
+  python3 tests/fake_server.py            serves http://127.0.0.1:8080
+  … --port 0           a free port; the first line on stdout is the URL
+  … --fault no_done    misbehaves as faults.py says; --faults lists the names
 
-One slot. A prompt costs time for each token that the slot does not hold already, an answer costs
-time for each token. Like the real server (b11434) it sends the headers before the prompt is
-computed and the role together with the first token. When the client has left, it stops within a
-token while tokens flow; during prefill it notices that only after a second in which it answered
+One slot. A prompt costs time for each token that the slot does not hold
+already, an answer costs time for each token. Like the real server (b11434) it
+sends the headers before the prompt is computed and the role together with the
+first token. When the client has left, it stops within a token while tokens
+flow; during prefill it notices that only after a second in which it answered
 nobody, not even on /slots, and it finishes the batch at work.
 """
 
@@ -92,7 +93,7 @@ class Slot:
             # The real server logs this too: it does not prove that a hang-up was noticed.
             self.fake.log(f"W srv          stop: cancel task, id_task = {task}")
             raise Refused(400, "exceed_context_size_error", what)
-        reply = tokenize(ANSWERS.get(messages[-1]["content"], "Hello, how can I help you today?"))
+        reply = tokenize(ANSWERS.get(str(messages[-1]["content"]), "Hello, how can I help you today?"))
         yield None  # accepted: from here on the status is 200
         while not self.lock.acquire(timeout=0.002):
             if wire.noticed():
@@ -358,6 +359,7 @@ class FakeServer:
         self.http = Server(("127.0.0.1", port), Wire)
         self.http.fake = self
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.log(f"I srv  llama_server: listening on {self.url}")
 
     def __enter__(self):
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()

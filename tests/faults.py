@@ -62,6 +62,18 @@ def data(event):
 
 
 @harmless
+def figures_alone(wire, events):
+    """two more events before the end, one with the usage alone and one with the timings alone"""
+    wire.head()
+    for event in events:
+        wire.event(event)
+        timings = event.get("timings")
+    wire.event({"usage": {"total_tokens": 1}})
+    wire.event({"timings": timings})
+    wire.done()
+
+
+@harmless
 def comments(wire, events):
     """comments before, between and after the events, also at once after the headers"""
     wire.head()
@@ -318,7 +330,7 @@ def paced(wire, events):
 
 @harmless
 def named_pings(wire, events):
-    """events of another type in between, with JSON, with text, with [DONE]"""
+    """events of another type in between, with JSON, with text"""
     wire.head()
     for event in events:
         wire.send(b'event: ping\ndata: {"type": "ping"}\n\nevent: keepalive\ndata: ping\n\n')
@@ -539,6 +551,13 @@ def error_body_silent(wire, events):
 def context_exceeded(wire, events):
     """500: the context of a build that says so in other words"""
     wire.error(500, "server_error", "Context size has been exceeded.")
+
+
+@fault
+def embeddings(wire, events):
+    """501 of a llama-server that was started for embeddings"""
+    what = "This server does not support completions. Start it without `--embeddings`"
+    wire.error(501, "not_supported_error", what)
 
 
 @fault
@@ -848,6 +867,13 @@ broken(
 broken("error_text", b'data: {"error": "the GPU fell off"}\n\n', "an error whose value is text", 5, True)
 broken(
     "error_object", b'data: {"object": "error", "message": "the GPU fell off"}\n\n', "an object of type error", 5, True
+)
+broken(
+    "error_beside_choices",
+    b'data: {"choices": [{"delta": {}}], "error": {"message": "the GPU fell off"}}\n\n',
+    "an error in a chunk that is right otherwise, as OpenRouter's",
+    5,
+    True,
 )
 broken("error_field", b"error: " + ERROR + b"\n\n", "a bare error: line", 5, True)
 broken("error_field_first", b"error: " + ERROR + b"\n\n", "a bare error: line before any content", 0)

@@ -38,6 +38,7 @@ ROWS = [
         ("400", "request (6016 tokens) exceeds the available context size", "shorten the prompt", "-np 1"),
     ),
     ([TTFT], "context_exceeded", ("500", "Context size", "shorten the prompt")),
+    ([TTFT], "embeddings", ("501", "Start it without `--embeddings`", "restart llama-server as its message says")),
     ([TTFT], "router", ("400", "model name is missing", "router", "(-m)")),
     ([TTFT], "bad_request", ("400", "must contain content", "look at the server's log")),
     ([TTFT], "loading", ("503", "Loading model", "wait until the model is loaded")),
@@ -84,6 +85,7 @@ ROWS = [
     ([TTFT], "error_event_first", ("the GPU fell off", "after 0 fragments")),
     ([TTFT], "error_event_and_done", ("the GPU fell off",)),
     ([TTFT], "error_text", ("the GPU fell off",)),
+    ([TTFT], "error_beside_choices", ("the GPU fell off", "reported an error")),
     ([TTFT], "error_object", ("the GPU fell off",)),
     ([TTFT], "error_field", ("the GPU fell off",)),
     ([TTFT], "error_field_first", ("the GPU fell off",)),
@@ -328,6 +330,7 @@ ANYTHING = [
     (200, b"<html><title>Router</title>", "is this a llama-server"),
     (200, b"[]", "is this a llama-server"),
     (200, b"{", "is this a llama-server"),
+    (200, b"[" * 100_000, "is this a llama-server"),
     (200, b"\xff\xfe", "is this a llama-server"),
     (200, b'{"error": "no such path"}', "no such path"),
     (503, b"<html><title>503 Service Unavailable</title>", "a proxy can't reach llama-server"),
@@ -359,6 +362,11 @@ def test_a_server_that_is_silent_on_health_is_left_after_5_s_and_no_setting_that
         lab.env["VOICE_LLM_TIMEOUT"] = "600"
         process = lab.run_fails("sse.py", "--server", words=("/health: no answer after 5 s", "restart"))
     assert "VOICE_LLM_TIMEOUT" not in process.line
+
+
+def test_a_host_name_that_dns_can_not_carry(lab):
+    lab.env["VOICE_LLM_URL"] = f"http://{'a' * 64}.b"
+    lab.run_fails(TTFT, words=("no server answers at http://aaa", "VOICE_LLM_URL"))
 
 
 URLS = ["localhost", "localhost:8080", "ftp://h", "http://", "http://h:port", "http://h:99999", "http://[::1"]
@@ -452,6 +460,13 @@ def test_a_bom_crlf_and_other_files_are_fine_and_empty_documents_are_named(lab, 
     assert "01.md" in lab.run_ok(CACHE).err
 
 
+def test_step_4_reads_and_names_only_the_documents_that_it_sends(lab, documents):
+    (documents / "12.md").write_bytes(b"")
+    (documents / "13.md").write_bytes(b"\xff")
+    assert "note:" not in lab.run_ok(PREFILL).err
+    lab.run_fails(PREFILL, "--check", words=("13.md", "not UTF-8"))  # step 5 sends all
+
+
 def test_documents_are_in_the_order_of_their_names_as_bytes(lab, documents):
     (documents / "00.md").rename(documents / "b.md")
     (documents / "10.md").rename(documents / "C.md")
@@ -490,6 +505,14 @@ def test_an_output_folder_that_can_not_be_made_is_found_before_anything_is_measu
     (tmp_path / "file").write_text("a file")
     lab.env["VOICE_LLM_OUT"] = str(tmp_path / "file" / "folder")
     lab.failed(lab.run(script), {}, ("VOICE_LLM_OUT", str(tmp_path / "file")))
+    assert fake.requests == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write into")
+def test_an_output_folder_that_can_not_be_written_into_is_found_before_anything_is_measured(lab):
+    fake = lab.serve()
+    lab.env["VOICE_LLM_OUT"] = "/proc"
+    lab.failed(lab.run(TTFT), {}, ("can't write into /proc/ (", "VOICE_LLM_OUT"))
     assert fake.requests == []
 
 
@@ -676,6 +699,12 @@ def test_where_there_is_no_id_task_the_state_of_the_slot_decides(lab):
     lab.serve(fault="slots_without_id", token_ms=8)
     lab.run_ok(CANCEL)
     assert lab.read("cancel.json")["slot_idle_after_ms"] < 1000
+
+
+def test_the_slot_counts_as_idle_when_slots_has_said_so_and_not_when_it_was_asked(lab):
+    lab.serve(fault="slots_slow", token_ms=8)
+    lab.run_ok(CANCEL)
+    assert lab.read("cancel.json")["slot_idle_after_ms"] >= 300
 
 
 def test_a_hang_up_that_nobody_noticed_is_measured_to_the_end_of_the_answer(lab):

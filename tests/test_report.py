@@ -230,8 +230,10 @@ def test_a_hang_up_during_prefill_of_an_earlier_run_is_not_shown(lab, results):
     os.utime(lab.out / "ttft.json", (900, 900))
     os.utime(lab.out / "cancel_prefill.json", (899, 899))  # a run takes longer than a second
     assert "next caller waits" in lab.run_ok("report.py").out
-    os.utime(lab.out / "cancel_prefill.json", (898, 898))
-    assert "next caller waits" not in lab.run_ok("report.py").out
+    for content in EARLY, {"docs": 14, "slot_idle_after_ms": 1.0}:  # or of an earlier version
+        write(lab.out, {}, cancel_prefill=content)
+        os.utime(lab.out / "cancel_prefill.json", (898, 898))
+        assert "next caller waits" not in lab.run_ok("report.py").out
 
 
 def test_files_of_different_runs_are_asked_about(lab, results):
@@ -527,6 +529,14 @@ def test_against_says_where_model_context_slots_or_build_differ(lab, results, tm
     [line] = [line for line in lines if line.startswith("NOT THE SAME")]
     assert line.startswith(f"NOT THE SAME: {name}.")
     assert str(tmp_path / "old") in "".join(lines)
+
+
+def test_against_says_that_nobody_knows_where_a_run_has_no_props(lab, results, tmp_path):
+    write(lab.out, results, props=PROPS)
+    write(tmp_path / "old", results)
+    lines, _ = compare(lab, tmp_path / "old")
+    assert not [line for line in lines if line.startswith("NOT THE SAME")]
+    assert [line for line in lines if line.startswith("props.json is missing: nobody knows")]
 
 
 def test_a_run_is_not_compared_with_itself(lab, results):

@@ -109,6 +109,17 @@ def test_the_log_of_another_server_is_not_judged_and_its_server_is_not_started(l
     assert set((pod / "calls").read_text().split()) == {"log"}
 
 
+def test_a_log_that_grows_but_whose_server_listens_on_another_port_is_not_judged(lab, pod):
+    stub = (pod / "voice-llm").read_text()
+    grows = "echo 'srv  llama_server: listening on http://127.0.0.1:1'; echo more >>more; cat more"
+    (pod / "voice-llm").write_text(stub.replace("cat server.log", grows))
+    lab.serve(token_ms=3)
+    process = lab.run(RUN)
+    assert process.returncode == 0, process.err
+    assert len((pod / "more").read_text().splitlines()) == 2
+    assert "voice-llm log" not in process.out + process.err
+
+
 def test_a_log_that_is_followed_for_ever_is_left(lab, pod):
     stub = (pod / "voice-llm").read_text()
     (pod / "voice-llm").write_text(stub.replace("cat server.log", "tail -f -n +1 server.log"))
@@ -228,6 +239,17 @@ def test_without_a_python_that_will_do_it_says_so(lab, bare):
     assert process.err.splitlines() == ["run_all.sh: needs python3, version 3.9 or later, on PATH"]
 
 
+def test_a_system_prompt_of_ones_own_is_named_and_one_that_is_blank_is_not(lab, tmp_path):
+    (tmp_path / "prompt.txt").write_text("You answer the phone.")
+    for value, named in (str(tmp_path / "prompt.txt"), True), (" ", False):
+        lab.env["VOICE_LLM_SYSTEM"] = value
+        lab.serve(fault="silence")
+        process = lab.start(RUN)
+        assert eventually(lambda: lab.fake.requests)
+        process.terminate()
+        assert ("system prompt: " in process.communicate(timeout=20)[0]) == named
+
+
 def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
     for options, status in (["--nonsense"], 2), (["--fake", "--fake"], 2), ([""], 2), (["--help"], 0):
         process = lab.run(RUN, *options)
@@ -328,7 +350,7 @@ def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
 @pytest.mark.parametrize("way", ["to the script alone", "to the group", "by timeout"])
 @pytest.mark.parametrize("number", range(3))
 def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves_nothing(lab, tmp_path, way, number):
-    moment = random.uniform(0.02, 5) if number else random.uniform(0.02, 0.5)  # the start is where imports are
+    moment = random.uniform(0.02, 7) if number else random.uniform(0.02, 0.5)  # the start is where imports are
     command = ["timeout", "--preserve-status", "-s", "INT", f"{moment:.3f}"] if way == "by timeout" else []
     process = lab.start(*command, RUN, "--fake", start_new_session=True)
     if way != "by timeout":
@@ -336,6 +358,7 @@ def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves
         os.kill(process.pid, signal.SIGINT) if way == "to the script alone" else os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130, (moment, err)
+    assert not [line for line in err.splitlines() if line.find("run_all.sh: ") > 0], (moment, err)
     assert "Traceback" not in out + err, (moment, err)
     assert "rror" not in err, (moment, err)
     left = subprocess.run(

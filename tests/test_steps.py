@@ -247,6 +247,15 @@ def test_a_sentence_ends_at_the_first_mark_with_white_space_behind_it(texts, sen
 # ---------------------------------------------------------------------------- step 7
 
 
+@pytest.mark.parametrize("script", ["measure_cancel.py", "measure_cache.py"])
+def test_what_is_asked_to_prepare_a_measurement_is_said_before_it(lab, script):
+    lab.serve(fault="silence")
+    process = lab.start(script)
+    assert eventually(lambda: lab.fake.requests)
+    process.terminate()
+    assert "KV cache ... " in (err := process.communicate(timeout=20)[1]) or "hi, so that the slot" in err
+
+
 def test_cancel_warms_the_cache_asks_for_a_long_answer_and_writes_what_came_before_the_close(lab):
     fake = lab.serve(token_ms=10)
     lab.run_ok("measure_cancel.py")
@@ -273,13 +282,13 @@ PREFILL_CUT = {"prompt_ms": 0.8, "silence": 0.3}  # about 1250 ms of prefill
 
 
 def during_prefill(lab, **options):
-    fake = lab.serve(**PREFILL_CUT, **options)
+    fake = lab.serve(**{**PREFILL_CUT, **options})
     lab.run_ok("measure_cancel.py", "--during-prefill")
     return fake, lab.read("cancel_prefill.json")
 
 
 def test_during_prefill_measures_what_the_next_caller_waits_with_one_batch_the_whole_prompt(lab):
-    fake, result = during_prefill(lab)
+    fake, result = during_prefill(lab, token_ms=200)
     prompt = "\n\n".join([SYSTEM, *DOCUMENTS])
     assert_sent(fake, body(prompt, SATURDAY, 64, False), body(None, "hi", 4, False))
     assert list(result) == ["docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"]
@@ -418,14 +427,16 @@ FIGURES = {
     "measure_cache.py": lambda result: [row["ttft_ms"] for row in result.values()],
     "measure_sentence.py": lambda result: [result["first_sentence_ms"], result["total_ms"]],
     "measure_cancel.py": lambda result: [result["closed_at_ms"], result["slot_idle_after_ms"]],
+    "measure_cancel.py --during-prefill": lambda result: list(result.values())[1:],
 }
 
 
 @pytest.mark.parametrize("script", FIGURES)
 def test_on_a_terminal_each_figure_appears_once_in_the_line_that_said_what_was_asked(lab, script):
-    lab.serve(prompt_ms=0.1, token_ms=7.3, fault="paced" if script == "measure_ttft.py" else None)
-    shown = on_a_terminal(lab, script)
-    values = FIGURES[script](lab.read(STEPS[script]))
+    early = "--during-prefill" in script
+    lab.serve(prompt_ms=0.3 if early else 0.1, token_ms=7.3, fault="paced" if script == "measure_ttft.py" else None)
+    shown = on_a_terminal(lab, *script.split())
+    values = FIGURES[script](lab.read("cancel_prefill.json" if early else STEPS[script]))
     texts = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in values]
     for text in texts:
         lines = [line for line in shown.splitlines() if re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.])", line)]

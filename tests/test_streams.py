@@ -98,6 +98,11 @@ def test_events_follow_the_standard_but_for_done(stream, expected):
     assert list(sse.events(lines)) == [(0, b"message", value) for value in expected]
 
 
+def test_an_error_line_or_bare_json_is_an_event_of_type_error():
+    lines = [(1, b'error: {"a": 1}\n'), (2, b'{"b": 2}\n')]
+    assert list(sse.events(lines)) == [(1, b"error", b'{"a": 1}'), (2, b"error", b'{"b": 2}')]
+
+
 def test_the_type_of_an_event_lasts_until_its_blank_line():
     lines = [(0, line) for line in (b"event: x\n", b"data: a\n", b"\n", b"data: b\n", b"\n")]
     assert list(sse.events(lines)) == [(0, b"x", b"a"), (0, b"message", b"b")]
@@ -124,6 +129,11 @@ def test_stream_returns_fragments_the_whole_time_and_the_timings(recorded):
     chunks, total_ms, timings = sse.stream(HI)
     assert 0 < chunks[0]["t_ms"] <= chunks[-1]["t_ms"] < total_ms
     assert timings["prompt_n"] == 34
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hi"}]])
+def test_a_message_may_have_any_content_that_the_api_allows(recorded, content):
+    assert sse.stream([{"role": "user", "content": content}])[0]
 
 
 def test_stream_writes_every_line_to_a_path_a_binary_file_or_a_text_file(recorded, tmp_path):
