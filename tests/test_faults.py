@@ -208,8 +208,11 @@ def test_the_figure_is_written_and_one_line_says_what_else_is_in_it(lab, fault, 
 @pytest.mark.parametrize("script", [*STEPS, f"{CACHE} --changed-suffix", EARLY])
 def test_nothing_is_said_of_a_healthy_server(lab, script):
     lab.serve(prompt_ms=0.3, token_ms=4, silence=0.3)
-    process = lab.run_ok(*script.split())
-    assert "note:" not in process.err
+    for _ in range(3):  # a very busy machine may suspend the reader for 50 ms, and then a note is true
+        process = lab.run_ok(*script.split())
+        if "note:" not in process.err:
+            return
+    pytest.fail(process.err)
 
 
 def test_a_slot_that_is_still_winding_up_is_not_another_request(lab):

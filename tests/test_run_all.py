@@ -319,7 +319,8 @@ def test_fake_does_all_steps_on_a_bare_machine_in_under_20_seconds(lab, bare):
     assert (lab.out / "report.json").stat().st_mtime - begin < 20
     assert len(servers) == 1
     assert eventually(lambda: not servers & set(processes()))
-    assert "note:" not in err
+    # A very busy machine may suspend a reader for 50 ms, and then that note is true.
+    assert not re.search("^note: (?!.*suspended process)", err, re.MULTILINE)
 
 
 def test_fake_goes_into_a_folder_of_its_own_where_none_is_set_or_it_is_blank(lab, tmp_path):
