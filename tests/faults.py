@@ -983,6 +983,12 @@ def slots_off(wire, states):
 
 
 @slots_fault
+def slots_deep(wire, states):
+    """JSON that no reader can take apart"""
+    wire.json(b"[" * 100_000)
+
+
+@slots_fault
 def slots_missing(wire, states):
     """404, as from another kind of server"""
     wire.error(404, "not_found_error", "File Not Found")

@@ -134,6 +134,7 @@ ROWS = [
     ([CANCEL], "slots_loading", ("/slots", "503", "wait until the model is loaded")),
     ([CANCEL], "slots_router", ("/slots", "400", "router")),
     ([CANCEL], "slots_page", ("/slots", "is this a llama-server")),
+    ([CANCEL], "slots_deep", ("/slots", "is this a llama-server")),
     ([CANCEL], "slots_shape", ("/slots", "is this a llama-server")),
     ([CANCEL], "slots_texts", ("/slots", "is this a llama-server")),
     ([TTFT, CANCEL], "slots_busy", ("still busy", "restart the server")),

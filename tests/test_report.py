@@ -394,9 +394,10 @@ def test_without_any_folder_the_setting_and_the_simulated_results_are_named_and_
 
 
 @pytest.mark.parametrize("name", [*RESULTS, "cancel_prefill", "props"])
-def test_a_file_that_is_not_json_is_named(lab, results, name):
+@pytest.mark.parametrize("content", [b'{"half": \xff', b"[" * 100_000], ids=["half", "deep"])
+def test_a_file_that_is_not_json_is_named(lab, results, name, content):
     write(lab.out, results, report="earlier")
-    (lab.out / f"{name}.json").write_bytes(b'{"half": \xff')
+    (lab.out / f"{name}.json").write_bytes(content)
     lab.run_fails("report.py", words=(f"{name}.json", "not JSON", f"run {SCRIPTS[name]} again"))
 
 
