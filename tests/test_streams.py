@@ -188,6 +188,7 @@ def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None, total
         ({}, {"chunks": (1000.0,) * 8}, {"answer"}),
         ({}, {"chunks": (1000.0,) * 7 + (1001.0,)}, {"answer"}),
         ({}, {"chunks": (1000.0,) * 7 + (1001.1,)}, set()),
+        ({}, {"chunks": (998.9,) + (1000.0,) * 7}, set()),
         ({}, {"chunks": (1000.0,) * 7}, set()),
         ({"prompt_ms": "12", "predicted_ms": float("nan")}, {}, set()),
         ({"prompt_ms": 1000.0}, {"chunks": (1200.0, 2000.0), "first": 1000.0}, {"reasoning"}),
