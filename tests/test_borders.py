@@ -53,6 +53,14 @@ def test_a_busy_slot_is_looked_at_twice_20_ms_apart(monkeypatch, busy, noted):
     assert pauses == [0, 0.02]
 
 
+def test_the_only_slot_is_never_another_one(monkeypatch):
+    monkeypatch.setattr(sse, "notes", {})
+    monkeypatch.setattr(sse, "slots", lambda: [{"is_processing": True}])
+    answer = SimpleNamespace(first_token_ms=1.0, total_ms=1.0, timings={}, cache_prompt=True)
+    sse.note_what_else(answer, [{"t_ms": 1.0}])
+    assert sse.notes == {}
+
+
 @pytest.mark.parametrize(
     ("computed", "reused", "other_prompt_n", "words", "warm"),
     [
