@@ -748,7 +748,8 @@ def test_who_waits_for_a_busy_slot_soon_asks_less_than_once_a_second(lab):
     """Asked more often, llama-server would not notice that the other caller has hung up during prefill."""
     fake = lab.serve(fault="slots_busy")
     lab.env["VOICE_LLM_TIMEOUT"] = "4"
-    lab.run_fails(TTFT, words=("still busy",))
+    process = lab.run_fails(TTFT, words=("still busy",))
+    assert process.err.count("busy: waiting") == 1
     asked = [at - fake.times[0] for at in fake.times]
     assert len([at for at in asked if at < 0.5]) > 10
     late = [at for at in asked if at > 0.6]
