@@ -101,8 +101,8 @@ def during_generation():
     if not answer.count and answer.first_token_ms is not None:
         raise void(f"only reasoning came before {close}", "start llama-server with --reasoning-budget 0")
     if not answer.count:
-        faster = "run this again on an idle or faster machine, and with the KV cache of llama-server on"
-        raise void(f"the server was still computing the prompt (prefill) at {close}", faster)
+        why = f"no token came before {close} (still in prefill, or a proxy holds the answer back)"
+        raise void(why, "run this on an idle or faster machine, with llama-server's KV cache on, and without a proxy")
     itself = "set VOICE_LLM_URL to llama-server itself, without a proxy"
     if tasks is None:
         raise void(f"/slots did not answer between the first token and {close}", itself)
