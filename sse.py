@@ -13,7 +13,6 @@ true, its experiment took place, and measuring did not disturb it.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import http.client
 import io
@@ -479,8 +478,7 @@ def make_out():
         os.makedirs(result_path(), exist_ok=True)
         tempfile.TemporaryFile(dir=result_path()).close()
     except OSError as error:
-        why = f"can't write into {result_path()} ({error_words(error)})"
-        raise Failure(f"{why}: set VOICE_LLM_OUT to another folder") from None
+        raise Failure(f"can't write into {result_path()} ({error_words(error)}): set another VOICE_LLM_OUT") from None
 
 
 def save(files):
@@ -613,6 +611,8 @@ def main():
         save(dict(zip((result_path("health.json"), result_path("props.json")), server())))
         print(f"ready: wrote {printable(result_path('health.json'))} and {printable(result_path('props.json'))}")
         return
+    import concurrent.futures  # here, since only this step needs it and every other would start 10 ms later
+
     messages = chat(system_prompt(SYSTEM), setting("VOICE_LLM_QUESTION") or QUESTION)
     make_out()
     wait_idle()
@@ -631,8 +631,8 @@ def main():
     note_what_else(answer, chunks)
     lines = b"".join(to_json(chunk) + b"\n" for chunk in chunks)
     save({result_path("sse_raw.txt"): raw.getvalue(), result_path("chunks.jsonl"): lines})
-    times = f"first token {chunks[0]['t_ms']:.1f} ms, whole answer {answer.total_ms:.1f} ms"
-    print(f"{times}, {count(len(chunks), 'fragment')}")
+    first_ms, fragments = chunks[0]["t_ms"], count(len(chunks), "fragment")
+    print(f"first token {first_ms:.1f} ms, whole answer {answer.total_ms:.1f} ms, {fragments}")
     print(f"wrote {printable(result_path('sse_raw.txt'))} and {printable(result_path('chunks.jsonl'))}")
 
 

@@ -1,9 +1,11 @@
 """What the tests share: a fake server, and the scripts run as a user runs them."""
 
+import contextlib
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,11 +34,12 @@ class Lab:
     def __init__(self, folder):
         self.out = folder / "out"
         self.env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("VOICE_LLM_")},
+            **{name: value for name, value in os.environ.items() if not name.startswith(("VOICE_LLM_", "PYTHON"))},
             "VOICE_LLM_OUT": str(self.out),
             "VOICE_LLM_KB": str(TESTS / "kb"),
             "VOICE_LLM_TIMEOUT": "10",
             "TMPDIR": str(folder),
+            "PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"),  # compiled once, and not into the checkout
             "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",  # python3 is this Python
         }
         self.fake = None
@@ -110,6 +113,15 @@ class Lab:
         return self.files()
 
 
+@contextlib.contextmanager
+def reserved_port():
+    """A port at which nothing listens, and that no test beside this one takes; a server that is told it may have it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 def eventually(condition, seconds=10):
     """Whether `condition` comes true in time."""
     until = time.perf_counter() + seconds
@@ -123,3 +135,8 @@ def lab(tmp_path):
     lab = Lab(tmp_path)
     yield lab
     lab.close()
+
+
+def pytest_collection_modifyitems(items):
+    """The longest tests first: several run at once, and none should be left over at the end."""
+    items.sort(key=lambda item: "test_run_all" not in item.nodeid)

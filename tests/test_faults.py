@@ -19,7 +19,7 @@ import time
 
 import faults
 import pytest
-from conftest import STEPS, TESTS, TOP, eventually
+from conftest import STEPS, TESTS, TOP, eventually, reserved_port
 from fake_server import render, tokenize
 
 import sse
@@ -279,9 +279,9 @@ def test_what_a_chat_template_puts_in_front_of_every_prompt_is_no_cache(lab):
 
 @pytest.mark.parametrize("script", [TTFT, CANCEL])
 def test_nothing_listens(lab, script):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{free.getsockname()[1]}"
-    lab.run_fails(script, words=("no server answers at http://127.0.0.1:", "(Connection refused)", "voice-llm up"))
+    with reserved_port() as port:
+        lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{port}"
+        lab.run_fails(script, words=("no server answers at http://127.0.0.1:", "(Connection refused)", "voice-llm up"))
 
 
 def refuse_and_read_on(connection):
@@ -522,6 +522,7 @@ def test_an_output_folder_that_can_not_be_written_into_is_found_before_anything_
 
 LIMITED = """
 import resource, runpy, sys
+sys.dont_write_bytecode = True
 room = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 del sys.argv[:2]

@@ -7,13 +7,12 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import TESTS, TOP, eventually
+from conftest import TESTS, TOP, eventually, reserved_port
 
 RUN = str(TOP / "run_all.sh")
 FILES = {"health", "props", "ttft", "prefill", "cache", "sentence", "cancel", "report"}
@@ -38,14 +37,13 @@ def pod(lab, tmp_path):
     """A folder with a voice-llm that is first on PATH."""
     folder = tmp_path / "pod"
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    values = {"folder": folder, "python": sys.executable, "fake": TESTS / "fake_server.py", "port": port}
-    (folder / "voice-llm").write_text(STUB.format(**values))
-    (folder / "voice-llm").chmod(0o755)
-    lab.env["PATH"] = f"{folder}:{lab.env['PATH']}"
-    lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{port}"
-    yield folder
+    with reserved_port() as port:
+        values = {"folder": folder, "python": sys.executable, "fake": TESTS / "fake_server.py", "port": port}
+        (folder / "voice-llm").write_text(STUB.format(**values))
+        (folder / "voice-llm").chmod(0o755)
+        lab.env["PATH"] = f"{folder}:{lab.env['PATH']}"
+        lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{port}"
+        yield folder
     if (folder / "pid").exists():
         os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
 
@@ -102,7 +100,7 @@ def test_on_the_pod_it_starts_the_server_does_all_eight_steps_and_ends_with_the_
 def test_the_log_of_another_server_is_not_judged_and_its_server_is_not_started(lab, pod):
     stub = (pod / "voice-llm").read_text()
     (pod / "voice-llm").write_text(stub.replace("cat server.log", "echo 'stop: cancel task, id_task = 3'"))
-    lab.serve(token_ms=3)
+    lab.serve(prompt_ms=0.1, token_ms=3)
     process = lab.run(RUN)
     assert process.returncode == 0, process.err
     assert "voice-llm log" not in process.out + process.err
@@ -113,7 +111,7 @@ def test_a_log_that_grows_but_whose_server_listens_on_another_port_is_not_judged
     stub = (pod / "voice-llm").read_text()
     grows = "echo 'srv  llama_server: listening on http://127.0.0.1:1'; echo more >>more; cat more"
     (pod / "voice-llm").write_text(stub.replace("cat server.log", grows))
-    lab.serve(token_ms=3)
+    lab.serve(prompt_ms=0.1, token_ms=3)
     process = lab.run(RUN)
     assert process.returncode == 0, process.err
     assert len((pod / "more").read_text().splitlines()) == 2
@@ -188,7 +186,7 @@ def test_fake_never_touches_results_that_are_not_the_fakes(lab):
 
 
 def test_a_real_run_does_not_mix_with_simulated_files_and_a_second_fake_run_may(lab):
-    fake = lab.serve(token_ms=3)
+    fake = lab.serve(prompt_ms=0.1, token_ms=3)
     lab.run_ok("sse.py", "--server")  # leaves what --fake would
     before = lab.files()
     real = fake.props()
@@ -212,7 +210,7 @@ def test_a_real_run_does_not_mix_with_simulated_files_and_a_second_fake_run_may(
 
 
 def test_beside_a_server_of_ones_own_it_needs_no_voice_llm_and_no_curl(lab, bare):
-    lab.serve(token_ms=4)
+    lab.serve(prompt_ms=0.1, token_ms=4)
     process = lab.run(bare, RUN)
     assert process.returncode == 0, process.err
     assert set(lab.files()) == DELIVERED
@@ -220,11 +218,11 @@ def test_beside_a_server_of_ones_own_it_needs_no_voice_llm_and_no_curl(lab, bare
 
 
 def test_with_neither_command_nor_server_it_names_the_two_ways_on_within_seconds(lab, bare):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{free.getsockname()[1]}"
     for documents in str(TESTS / "kb"), "/nowhere":  # a newcomer has no documents either
         lab.env["VOICE_LLM_KB"] = documents
-        process = lab.run(bare, RUN)
+        with reserved_port() as port:
+            lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{port}"
+            process = lab.run(bare, RUN)
         assert process.returncode == 1
         assert process.seconds < 15
         for words in "voice-llm", lab.env["VOICE_LLM_URL"], "-c 4096 -np 1 --cache-ram 0", "tests/kb", "--fake":
@@ -349,7 +347,7 @@ def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
 
 
 @pytest.mark.parametrize("way", ["to the script alone", "to the group", "by timeout"])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves_nothing(lab, tmp_path, way, number):
     moment = random.uniform(0.02, 7) if number else random.uniform(0.02, 0.5)  # the start is where imports are
     command = ["timeout", "--preserve-status", "-s", "INT", f"{moment:.3f}"] if way == "by timeout" else []
