@@ -44,24 +44,24 @@ url=${VOICE_LLM_URL:-http://127.0.0.1:8080}
 export VOICE_LLM_RUN_ALL=yes # no step has to say that the report comes after it
 
 url_file='' number=''
-end() {
-  status=$?
-  trap - EXIT
+end() { # the exit status
   trap '' INT TERM
+  trap - EXIT
   local pid pids=
   for pid in $(jobs -p); do pids="$pid $pids"; done # the newest first: a step before its server
   for pid in $pids; do kill "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; done
   if [ -n "$url_file" ]; then rm -f -- "$url_file"; fi
-  exit "$status"
-}
-trap end EXIT
-trap 'stopped_by 130' INT
-trap 'stopped_by 143' TERM
-stopped_by() { # the exit status
-  local kept="the files of later steps are as they were"
-  if [ -n "$number" ]; then printf '\nrun_all.sh: stopped in step %s; %s\n' "$number" "$kept" >&2; fi
   exit "$1"
 }
+stopped_by() { # the exit status; a second signal, as timeout sends, must not break into this
+  trap '' INT TERM
+  local kept="the files of later steps are as they were"
+  if [ -n "$number" ]; then printf '\nrun_all.sh: stopped in step %s; %s\n' "$number" "$kept" >&2; fi
+  end "$1"
+}
+trap 'end "$?"' EXIT
+trap 'stopped_by 130' INT
+trap 'stopped_by 143' TERM
 
 wait_for() { # a command, in the background: only so does a signal reach this script at once
   "$@" &

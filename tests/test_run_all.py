@@ -346,7 +346,7 @@ def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
     assert eventually(lambda: not [name for name in lab.files() if name.endswith(".tmp")])
 
 
-@pytest.mark.parametrize("way", ["to the script alone", "to the group", "by timeout"])
+@pytest.mark.parametrize("way", ["to the script alone", "to the group", "to both", "by timeout"])
 @pytest.mark.parametrize("number", range(2))
 def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves_nothing(lab, tmp_path, way, number):
     moment = random.uniform(0.02, 7) if number else random.uniform(0.02, 0.5)  # the start is where imports are
@@ -354,7 +354,10 @@ def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves
     process = lab.start(*command, RUN, "--fake", start_new_session=True)
     if way != "by timeout":
         time.sleep(moment)
-        os.kill(process.pid, signal.SIGINT) if way == "to the script alone" else os.killpg(process.pid, signal.SIGINT)
+        if way != "to the group":
+            os.kill(process.pid, signal.SIGINT)
+        if way != "to the script alone":
+            os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130, (moment, err)
     assert not [line for line in err.splitlines() if line.find("run_all.sh: ") > 0], (moment, err)
