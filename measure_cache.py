@@ -29,7 +29,7 @@ def ask(what, system):
     sse.say(f"{what} ... ", end="")
     chunks, _, timings = sse.stream(sse.chat(system, question()), max_tokens=32, cache_prompt=True)
     figures = {"prompt_n": sse.required_timing(timings, "prompt_n"), "ttft_ms": chunks[0]["t_ms"]}
-    tokens, reused = f"{sse.count(figures['prompt_n'], 'token')} computed", None
+    tokens, reused = f"{sse.plural(figures['prompt_n'], 'token')} computed", None
     if timings.get("cache_n") is not None:  # old builds don't tell
         reused = sse.required_timing(timings, "cache_n")
         tokens += f", {reused} reused"
@@ -48,7 +48,7 @@ def check_cold(name, system, figures, reused, other_prompt_n):
     # prompt has about as many tokens as words, or more.
     inferred = computed < max(NEARLY_ALL * (other_prompt_n - TEMPLATE), 0.5 * len(system.split()))
     if told or inferred:
-        kept = f", with {sse.count(reused, 'token')} reused" if reused else ""
+        kept = f", with {sse.plural(reused, 'token')} reused" if reused else ""
         raise sse.Failure(
             f"{name} was answered from a cache already{kept}, so there is nothing to compare with: "
             "start llama-server with --cache-ram 0 and -np 1"
@@ -63,7 +63,7 @@ def measure(texts, changed_suffix=False):
     with sse.Answer([{"role": "user", "content": "hi"}], max_tokens=4) as hi:
         list(hi)
     sse.say(f"{hi.total_ms:.0f} ms")
-    first, first_reused = ask(f"first: {sse.count(len(texts), 'document')}, cache cold", system)
+    first, first_reused = ask(f"first: {sse.plural(len(texts), 'document')}, cache cold", system)
     second, _ = ask("second: the same again", system)
     result = {"first": first, "second": second}
     if changed_suffix:
@@ -82,14 +82,18 @@ def measure(texts, changed_suffix=False):
 
 def main():
     options = sse.parser(__doc__)
-    options.add_argument("--changed-suffix", action="store_true", help="also ask with the time behind the prompt")
+    options.add_argument(
+        "--changed-suffix", action="store_true", help="also ask with the time behind the prompt"
+    )
     changed_suffix = options.parse_args().changed_suffix
     texts = documents()
     long_prompt(texts)  # better to fail before the folder is made
     sse.make_out()
     result = measure(texts, changed_suffix)
     table = ["request          tokens computed   first token ms"]
-    table += [f"{name:14} {row['prompt_n']:17} {row['ttft_ms']:16.1f}" for name, row in result.items()]
+    table += [
+        f"{name:14} {row['prompt_n']:17} {row['ttft_ms']:16.1f}" for name, row in result.items()
+    ]
     sse.write_result("cache.json", result, table)
 
 

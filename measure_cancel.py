@@ -35,7 +35,11 @@ from measure_prefill import documents, long_prompt, question
 COUNTING = [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
 HI = [{"role": "user", "content": "hi"}]
 MAX_TOKENS = 256
-CUT, EARLY_CUT, LATE = 0.5, 0.1, 0.5  # seconds: the two closes, and how much later than that is too late
+CUT, EARLY_CUT, LATE = (
+    0.5,
+    0.1,
+    0.5,
+)  # seconds: the two closes, and how much later than that is too late
 TOO_FAR = "it is too far away, or was about to refuse: set VOICE_LLM_URL to a server near by, or look at its log"
 
 
@@ -59,7 +63,9 @@ def end_of(task):
         if not busy:
             break
         if now - begin > sse.timeout():
-            raise sse.Failure(f"the slot is still busy {sse.timeout():g} s after the close: look at the server's log")
+            raise sse.Failure(
+                f"the slot is still busy {sse.timeout():g} s after the close: look at the server's log"
+            )
         time.sleep(0.003)
     if now - asked > max(0.05, 0.1 * (now - begin)):
         what = f"/slots took {(now - asked) * 1000:.0f} ms to answer, so the slot may have been idle as much earlier"
@@ -71,7 +77,9 @@ def check_close(answer, seconds):
     """Raise sse.Failure where the close of `answer` came later than it should: the process slept, say."""
     if answer.closed_at_ms > (seconds + LATE) * 1000:
         late = f"the close came at {answer.closed_at_ms:.0f} ms, not at {seconds * 1000:.0f}"
-        raise void(f"{late}: this process was suspended, or the machine is too busy", "run this again")
+        raise void(
+            f"{late}: this process was suspended, or the machine is too busy", "run this again"
+        )
 
 
 def during_generation():
@@ -95,14 +103,22 @@ def during_generation():
     check_close(answer, CUT)
     close = f"the close at {CUT * 1000:.0f} ms"
     if answer.finish_reason or answer.total_ms is not None:
-        raise void(f"the answer had ended before {close}", "use a slower model, or one that goes on counting")
+        raise void(
+            f"the answer had ended before {close}",
+            "use a slower model, or one that goes on counting",
+        )
     if answer.accepted_ms is None:
         raise void(f"the server had not answered by {close}", TOO_FAR)
-    if not answer.count and answer.first_token_ms is not None:
-        raise void(f"only reasoning came before {close}", "start llama-server with --reasoning-budget 0")
-    if not answer.count:
+    if not answer.received and answer.first_token_ms is not None:
+        raise void(
+            f"only reasoning came before {close}", "start llama-server with --reasoning-budget 0"
+        )
+    if not answer.received:
         why = f"no token came before {close} (still in prefill, or a proxy holds the answer back)"
-        raise void(why, "run this on an idle or faster machine, with llama-server's KV cache on, and without a proxy")
+        raise void(
+            why,
+            "run this on an idle or faster machine, with llama-server's KV cache on, and without a proxy",
+        )
     itself = "set VOICE_LLM_URL to llama-server itself, without a proxy"
     if tasks is None:
         raise void(f"/slots did not answer between the first token and {close}", itself)
@@ -110,12 +126,17 @@ def during_generation():
         raise void("/slots showed no slot at work while tokens came", f"{itself} that caches")
     if len(tasks) > 1:
         others = "stop the other requests, or start llama-server with -np 1"
-        raise void(f"{len(tasks)} requests were at work at once, and /slots does not tell which is ours", others)
+        raise void(
+            f"{len(tasks)} requests were at work at once, and /slots does not tell which is ours",
+            others,
+        )
     idle_ms = round((end_of(tasks[0]) - answer.start) * 1000 - answer.closed_at_ms, 3)
-    sse.say(f"{sse.count(answer.count, 'fragment')} by {answer.closed_at_ms:.1f} ms, slot idle {idle_ms:.1f} ms later")
+    sse.say(
+        f"{sse.plural(answer.received, 'fragment')} by {answer.closed_at_ms:.1f} ms, slot idle {idle_ms:.1f} ms later"
+    )
     return {
         "max_tokens": MAX_TOKENS,
-        "received_tokens": answer.count,
+        "received_tokens": answer.received,
         "closed_at_ms": answer.closed_at_ms,
         "slot_idle_after_ms": idle_ms,
     }
@@ -125,7 +146,10 @@ def during_prefill(texts):
     """→ the content of cancel_prefill.json. Times in milliseconds. Raises sse.Failure."""
     messages = sse.chat(long_prompt(texts), question())
     sse.wait_idle()
-    sse.say(f"hanging up in the prefill of {sse.count(len(texts), 'document')}; the next caller waits ... ", end="")
+    sse.say(
+        f"hanging up in the prefill of {sse.plural(len(texts), 'document')}; the next caller waits ... ",
+        end="",
+    )
     with sse.Answer(messages, cache_prompt=False, cut_after=EARLY_CUT) as left:
         list(left)
     check_close(left, EARLY_CUT)
@@ -133,12 +157,19 @@ def during_prefill(texts):
         longer = "lengthen the prompt (VOICE_LLM_SYSTEM, or documents in VOICE_LLM_KB) until prefill takes longer"
         raise void(f"the first token came before the close at {EARLY_CUT * 1000:.0f} ms", longer)
     if left.accepted_ms is None:
-        raise void(f"the server had not accepted the request by the close at {EARLY_CUT * 1000:.0f} ms", TOO_FAR)
+        raise void(
+            f"the server had not accepted the request by the close at {EARLY_CUT * 1000:.0f} ms",
+            TOO_FAR,
+        )
     with sse.Answer(HI, max_tokens=4, cache_prompt=False) as following:
         chunks = list(following)
-    wait_ms = round((following.start - left.start) * 1000 - left.closed_at_ms + chunks[0]["t_ms"], 3)
+    wait_ms = round(
+        (following.start - left.start) * 1000 - left.closed_at_ms + chunks[0]["t_ms"], 3
+    )
     prompt_ms = sse.required_timing(following.timings, "prompt_ms")
-    sse.say(f"{wait_ms:.1f} ms after the close at {left.closed_at_ms:.1f} ms, its own prefill {prompt_ms:.1f} ms")
+    sse.say(
+        f"{wait_ms:.1f} ms after the close at {left.closed_at_ms:.1f} ms, its own prefill {prompt_ms:.1f} ms"
+    )
     return {
         "docs": len(texts),
         "closed_at_ms": left.closed_at_ms,
@@ -149,20 +180,22 @@ def during_prefill(texts):
 
 def main():
     options = sse.parser(__doc__)
-    options.add_argument("--during-prefill", action="store_true", help="hang up while the prompt is being computed")
+    options.add_argument(
+        "--during-prefill", action="store_true", help="hang up while the prompt is being computed"
+    )
     if options.parse_args().during_prefill:
         texts = documents()
         sse.make_out()
         name, result = "cancel_prefill.json", during_prefill(texts)
         table = [
-            f"hung up after     {result['closed_at_ms']:8.1f} ms of prefill of {sse.count(len(texts), 'document')}",
+            f"hung up after     {result['closed_at_ms']:8.1f} ms of prefill of {sse.plural(len(texts), 'document')}",
             f"next caller waits {result['next_ttft_ms']:8.1f} ms for a first token",
             f"whose own prefill {result['next_prompt_ms']:8.1f} ms",
         ]
     else:
         sse.make_out()
         name, result = "cancel.json", during_generation()
-        received = sse.count(result["received_tokens"], "fragment")
+        received = sse.plural(result["received_tokens"], "fragment")
         table = [
             f"closed at       {result['closed_at_ms']:8.1f} ms, {received} received",
             f"slot idle after {result['slot_idle_after_ms']:8.1f} ms",

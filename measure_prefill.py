@@ -36,7 +36,9 @@ def documents(most=None):
     own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "kb")
     what_to_do = f"set VOICE_LLM_KB to the folder of the documents (the suite's own: {own})"
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".md") and not name.startswith("."))
+        names = sorted(
+            name for name in os.listdir(folder) if name.endswith(".md") and not name.startswith(".")
+        )
     except OSError as error:
         raise sse.Failure(f"can't read {folder} ({sse.error_words(error)}): {what_to_do}") from None
     if not names:
@@ -59,7 +61,7 @@ def enough_documents():
     texts = documents(max(COUNTS))
     if len(texts) < max(COUNTS):
         raise sse.Failure(
-            f"{sse.count(len(texts), 'document')} in {sse.setting('VOICE_LLM_KB')}, but step 4 takes {max(COUNTS)}: "
+            f"{sse.plural(len(texts), 'document')} in {sse.setting('VOICE_LLM_KB')}, but step 4 takes {max(COUNTS)}: "
             "add some, or set VOICE_LLM_KB"
         )
     return texts
@@ -71,18 +73,32 @@ def measure(texts):
     rows = []
     for docs, prompt in prompts.items():
         sse.wait_idle()
-        sse.say(f"{sse.count(docs, 'document')} ... ", end="")
-        chunks, _, timings = sse.stream(sse.chat(prompt, question()), max_tokens=32, cache_prompt=False)
-        prompt_n, prompt_ms = sse.required_timing(timings, "prompt_n"), sse.required_timing(timings, "prompt_ms")
-        rows.append({"docs": docs, "prompt_n": prompt_n, "prompt_ms": prompt_ms, "ttft_ms": chunks[0]["t_ms"]})
+        sse.say(f"{sse.plural(docs, 'document')} ... ", end="")
+        chunks, _, timings = sse.stream(
+            sse.chat(prompt, question()), max_tokens=32, cache_prompt=False
+        )
+        prompt_n, prompt_ms = (
+            sse.required_timing(timings, "prompt_n"),
+            sse.required_timing(timings, "prompt_ms"),
+        )
+        rows.append(
+            {
+                "docs": docs,
+                "prompt_n": prompt_n,
+                "prompt_ms": prompt_ms,
+                "ttft_ms": chunks[0]["t_ms"],
+            }
+        )
         times = f"prefill {prompt_ms:.1f} ms, first token {chunks[0]['t_ms']:.1f} ms"
-        sse.say(f"{sse.count(prompt_n, 'token')}, {times}")
+        sse.say(f"{sse.plural(prompt_n, 'token')}, {times}")
     return rows
 
 
 def main():
     options = sse.parser(__doc__)
-    options.add_argument("--check", action="store_true", help="check the documents and the settings, and ask nothing")
+    options.add_argument(
+        "--check", action="store_true", help="check the documents and the settings, and ask nothing"
+    )
     check = options.parse_args().check
     texts = enough_documents()
     long_prompt(texts)
@@ -94,7 +110,10 @@ def main():
     sse.make_out()
     rows = measure(texts)
     table = ["documents   tokens   prefill ms   first token ms"]
-    table += [f"{row['docs']:9} {row['prompt_n']:8} {row['prompt_ms']:12.1f} {row['ttft_ms']:16.1f}" for row in rows]
+    table += [
+        f"{row['docs']:9} {row['prompt_n']:8} {row['prompt_ms']:12.1f} {row['ttft_ms']:16.1f}"
+        for row in rows
+    ]
     sse.write_result("prefill.json", rows, table)
 
 

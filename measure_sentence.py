@@ -29,7 +29,9 @@ def first_sentence(chunks, total_ms):
     text = "".join(chunk["text"] for chunk in chunks)
     end = re.search(r"[.!?](?=\s)", text)
     if not end:
-        sse.note("no sentence", "no sentence ended before the answer did: all of it counts as the first")
+        sse.note(
+            "no sentence", "no sentence ended before the answer did: all of it counts as the first"
+        )
         return text, total_ms
     received = 0
     for chunk in chunks:
@@ -45,7 +47,9 @@ def measure(messages):
     sse.say("three sentences ... ", end="")
     chunks, total_ms, _ = sse.stream(messages, max_tokens=120, cache_prompt=False)
     sentence, sentence_ms = first_sentence(chunks, total_ms)
-    sse.say(f"first token {chunks[0]['t_ms']:.1f}, sentence {sentence_ms:.1f}, answer {total_ms:.1f} ms")
+    sse.say(
+        f"first token {chunks[0]['t_ms']:.1f}, sentence {sentence_ms:.1f}, answer {total_ms:.1f} ms"
+    )
     return {
         "ttft_ms": chunks[0]["t_ms"],
         "first_sentence_ms": sentence_ms,
@@ -57,7 +61,9 @@ def measure(messages):
 
 def main():
     sse.parser(__doc__).parse_args()
-    messages = sse.chat(sse.system_prompt(THREE_SENTENCES), sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST)
+    messages = sse.chat(
+        sse.system_prompt(THREE_SENTENCES), sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST
+    )
     sse.make_out()
     result = measure(messages)
     summary = f"the first sentence: {sse.printable(result['first_sentence'])}"

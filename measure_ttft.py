@@ -38,8 +38,10 @@ def measure(messages):
         runs.append(run)
         computed.append(timings.get("prompt_n"))
         times = f"first token {run['ttft_ms']:.1f} ms, whole answer {total_ms:.1f} ms"
-        sse.say(f"{times}, {sse.count(run['tokens'], 'token')}")
-    if any(prompt_n != computed[0] for prompt_n in computed):  # all there is where the server has no cache_n
+        sse.say(f"{times}, {sse.plural(run['tokens'], 'token')}")
+    if any(
+        prompt_n != computed[0] for prompt_n in computed
+    ):  # all there is where the server has no cache_n
         raise sse.Failure(
             f"the server computed {', '.join(map(str, computed))} tokens of the same prompt, so the KV cache was on: "
             "set VOICE_LLM_URL to llama-server itself, without a proxy that drops cache_prompt"
@@ -53,12 +55,19 @@ def measure(messages):
 
 def main():
     sse.parser(__doc__).parse_args()
-    messages = sse.chat(sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION)
+    messages = sse.chat(
+        sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION
+    )
     sse.make_out()
     result = measure(messages)
-    summary = f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms"
+    summary = (
+        f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms"
+    )
     table = [" first token ms   whole answer ms   tokens"]
-    table += [f"{run['ttft_ms']:15.1f} {run['total_ms']:17.1f} {run['tokens']:8}" for run in result["runs"]]
+    table += [
+        f"{run['ttft_ms']:15.1f} {run['total_ms']:17.1f} {run['tokens']:8}"
+        for run in result["runs"]
+    ]
     sse.write_result("ttft.json", result, table, [summary])
 
 

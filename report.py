@@ -38,10 +38,22 @@ def numbers(*keys):
 
 REQUEST = numbers("prompt_n", "ttft_ms")
 SHAPES = {  # what each file must hold; one with "?", file or key, may be missing
-    "ttft.json": {"runs": [numbers("ttft_ms", "total_ms", "tokens")] * RUNS, **numbers("ttft_p50", "total_p50")},
+    "ttft.json": {
+        "runs": [numbers("ttft_ms", "total_ms", "tokens")] * RUNS,
+        **numbers("ttft_p50", "total_p50"),
+    },
     "prefill.json": [numbers("docs", "prompt_n", "prompt_ms", "ttft_ms")] * len(COUNTS),
-    "cache.json": {"first": REQUEST, "second": REQUEST, "changed_suffix?": REQUEST, "changed_prefix": REQUEST},
-    "sentence.json": {**numbers("ttft_ms", "first_sentence_ms", "total_ms"), "first_sentence": str, "text": str},
+    "cache.json": {
+        "first": REQUEST,
+        "second": REQUEST,
+        "changed_suffix?": REQUEST,
+        "changed_prefix": REQUEST,
+    },
+    "sentence.json": {
+        **numbers("ttft_ms", "first_sentence_ms", "total_ms"),
+        "first_sentence": str,
+        "text": str,
+    },
     "cancel.json": numbers("max_tokens", "received_tokens", "closed_at_ms", "slot_idle_after_ms"),
     "cancel_prefill.json?": numbers("docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"),
     "props.json?": {},
@@ -59,7 +71,10 @@ Check = namedtuple("Check", "step text left sign right cause", defaults=("",))
 # ---------------------------------------------------------------------------- the files
 def script_of(name):
     """The script that writes the file `name`."""
-    others = {"cancel_prefill.json": "measure_cancel.py --during-prefill", "props.json": "sse.py --server"}
+    others = {
+        "cancel_prefill.json": "measure_cancel.py --during-prefill",
+        "props.json": "sse.py --server",
+    }
     return others.get(name) or f"measure_{name[:-5]}.py"
 
 
@@ -69,19 +84,32 @@ def load(folder, setting):
     `setting`: what names the folder. Raises sse.Failure naming every missing file and its script, or the file and the
     key that is not what it must be.
     """
-    missing = [name for name in SHAPES if not name.endswith("?") and not os.path.exists(os.path.join(folder, name))]
+    missing = [
+        name
+        for name in SHAPES
+        if not name.endswith("?") and not os.path.exists(os.path.join(folder, name))
+    ]
     if missing:
         fake = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fake-results")
-        what = f"missing in {folder}" if os.path.isdir(folder) else f"there is no folder {folder} with results"
+        what = (
+            f"missing in {folder}"
+            if os.path.isdir(folder)
+            else f"there is no folder {folder} with results"
+        )
         names = ", ".join(f"{name} ({script_of(name)} makes it)" for name in missing)
         other = f"; the simulated ones are in {fake}" if os.path.isdir(fake) else ""
-        raise sse.Failure(f"{what}: {names}: run these, or set {setting} to the folder of the results{other}")
+        raise sse.Failure(
+            f"{what}: {names}: run these, or set {setting} to the folder of the results{other}"
+        )
     results, times = {}, {name: time for time, name in written(folder)}
     required = min(times[name] for name in SHAPES if not name.endswith("?"))
     if times.get("cancel_prefill.json", required) < required - 1:
         del times["cancel_prefill.json"]  # of an earlier run: this one has not measured it
     for name, shape in SHAPES.items():
-        path, again = os.path.join(folder, name.rstrip("?")), f"run {script_of(name.rstrip('?'))} again"
+        path, again = (
+            os.path.join(folder, name.rstrip("?")),
+            f"run {script_of(name.rstrip('?'))} again",
+        )
         if name.rstrip("?") not in times:
             continue
         try:
@@ -97,7 +125,9 @@ def load(folder, setting):
         results[os.path.basename(path)[:-5]] = content
     docs = [row["docs"] for row in results["prefill"]]
     if docs != list(COUNTS):
-        raise sse.Failure(f"{folder}/prefill.json: docs is {docs}, not {list(COUNTS)}: run measure_prefill.py again")
+        raise sse.Failure(
+            f"{folder}/prefill.json: docs is {docs}, not {list(COUNTS)}: run measure_prefill.py again"
+        )
     return results
 
 
@@ -106,14 +136,29 @@ def mismatch(value, shape, where=""):
     inner = []
     if shape in (NUMBER, str):
         number = shape is NUMBER
-        ok, kind = (sse.is_number(value), "a number from 0 up") if number else (isinstance(value, str), "a text")
+        ok, kind = (
+            (sse.is_number(value), "a number from 0 up")
+            if number
+            else (isinstance(value, str), "a text")
+        )
     elif isinstance(shape, list):
         ok, kind = isinstance(value, list) and len(value) == len(shape), f"a list of {len(shape)}"
-        inner = [(item, shape[0], f"{where}[{index}]") for index, item in enumerate(value)] if ok else []
+        inner = (
+            [(item, shape[0], f"{where}[{index}]") for index, item in enumerate(value)]
+            if ok
+            else []
+        )
     else:
         ok, kind = isinstance(value, dict), "an object"
-        keys = [key.rstrip("?") for key in shape if not key.endswith("?") or key[:-1] in value] if ok else []
-        inner = [(value.get(key), shape.get(key) or shape[f"{key}?"], f"{where} {key}".strip()) for key in keys]
+        keys = (
+            [key.rstrip("?") for key in shape if not key.endswith("?") or key[:-1] in value]
+            if ok
+            else []
+        )
+        inner = [
+            (value.get(key), shape.get(key) or shape[f"{key}?"], f"{where} {key}".strip())
+            for key in keys
+        ]
     if not ok:
         what = "is missing or null" if value is None else f"is {value!r:.40}, not {kind}"
         return f"{where} {what}".strip()
@@ -123,7 +168,9 @@ def mismatch(value, shape, where=""):
 def written(folder):
     """When each result in `folder` was written → [(time, name), …], the oldest first."""
     paths = [os.path.join(folder, name.rstrip("?")) for name in SHAPES]
-    return sorted((os.path.getmtime(path), os.path.basename(path)) for path in paths if os.path.exists(path))
+    return sorted(
+        (os.path.getmtime(path), os.path.basename(path)) for path in paths if os.path.exists(path)
+    )
 
 
 def written_apart(folder):
@@ -131,27 +178,14 @@ def written_apart(folder):
     times = {name: time for time, name in written(folder)}
     (oldest, old), *_, (newest, new) = written(folder)
     if newest - oldest >= 600:
-        return f"{old} is {(newest - oldest) / 60:.0f} minutes older than {new}: are they of one run?"
+        return (
+            f"{old} is {(newest - oldest) / 60:.0f} minutes older than {new}: are they of one run?"
+        )
     order = [name for name in SHAPES if not name.endswith("?")]
     for early, late in zip(order, order[1:]):
         if times[late] < times[early] - 1:
             return f"{late} is older than {early}: are they of one run?"
     return ""
-
-
-def identity(results):
-    """What was measured, as far as props.json tells → {"model": text, "context": "context 4096", …}."""
-    props = results.get("props", {})
-    settings = props.get("default_generation_settings")
-    model, alias = (os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias"))
-    found = {
-        "model": (model or alias or "a model not named in props.json")
-        + (f" ({alias})" if model and alias not in ("", model) else ""),
-        "context": settings.get("n_ctx") if isinstance(settings, dict) else None,
-        "slots": props.get("total_slots"),
-        "build": props.get("build_info"),
-    }
-    return {key: str(value) if key == "model" else f"{key} {value}" for key, value in found.items() if value}
 
 
 # ---------------------------------------------------------------------------- the figures
@@ -164,7 +198,9 @@ def rows(results):
     for name, key in ("first token", "ttft"), ("whole answer", "total"):
         times = sorted(run[f"{key}_ms"] for run in ttft["runs"])
         words = f"p50 of {RUNS}, {times[0]:.1f} to {times[-1]:.1f}"
-        table.append(Row(name, ttft[f"{key}_p50"], "ms", words, times[-1] <= 2 * times[0], f"{key}_p50_ms"))
+        table.append(
+            Row(name, ttft[f"{key}_p50"], "ms", words, times[-1] <= 2 * times[0], f"{key}_p50_ms")
+        )
 
     # Cold prompts of one run should cost the same for each token; each was measured only once.
     cold = {
@@ -177,11 +213,18 @@ def rows(results):
 
     for row in prefill:
         name, last = f"{row['docs']} docs", row is prefill[-1]
-        prefill_ms, share = row["prompt_ms"] / max(row["prompt_n"], 1), row["prompt_ms"] / max(row["ttft_ms"], 0.001)
+        prefill_ms, share = (
+            row["prompt_ms"] / max(row["prompt_n"], 1),
+            row["prompt_ms"] / max(row["ttft_ms"], 0.001),
+        )
         words = f"{row['prompt_n']} tokens at {prefill_ms:.2f} ms, prefill {share:.0%}"
         key = "ttft_12docs_ms" if last else ""
-        table.append(Row(f"first token, {name}", row["ttft_ms"], "ms", words, steady or not last, key))
-        table.append(Row(f"tokens, {name}", row["prompt_n"], "tokens", key="prompt_n_12docs" if last else ""))
+        table.append(
+            Row(f"first token, {name}", row["ttft_ms"], "ms", words, steady or not last, key)
+        )
+        table.append(
+            Row(f"tokens, {name}", row["prompt_n"], "tokens", key="prompt_n_12docs" if last else "")
+        )
 
     for name, key in (
         ("cache, first", "first"),
@@ -190,24 +233,43 @@ def rows(results):
         ("cache, clock first", "changed_prefix"),
     ):
         if key in cache:
-            words = f"{sse.count(cache[key]['prompt_n'], 'token')} computed"
+            words = f"{sse.plural(cache[key]['prompt_n'], 'token')} computed"
             words += f" (first: {cache['first']['prompt_n']})" if key != "first" else ""
             report_key = "cache_ttft_ms" if key == "second" else ""
-            table.append(Row(name, cache[key]["ttft_ms"], "ms", words, steady or name not in cold, report_key))
+            table.append(
+                Row(
+                    name, cache[key]["ttft_ms"], "ms", words, steady or name not in cold, report_key
+                )
+            )
             table.append(Row(f"tokens, {name}", cache[key]["prompt_n"], "tokens"))
 
     after = sentence["first_sentence_ms"] - sentence["ttft_ms"]
     words = f"speech starts; {after:.1f} after first token"
-    table.append(Row("first sentence", sentence["first_sentence_ms"], "ms", words, key="first_sentence_ms"))
-    words = f"closed at {cancel['closed_at_ms']:.1f}, {sse.count(cancel['received_tokens'], 'fragment')} received"
-    table.append(Row("stop after hang-up", cancel["slot_idle_after_ms"], "ms", words, key="cancel_idle_ms"))
+    table.append(
+        Row("first sentence", sentence["first_sentence_ms"], "ms", words, key="first_sentence_ms")
+    )
+    words = f"closed at {cancel['closed_at_ms']:.1f}, {sse.plural(cancel['received_tokens'], 'fragment')} received"
+    table.append(
+        Row("stop after hang-up", cancel["slot_idle_after_ms"], "ms", words, key="cancel_idle_ms")
+    )
     if early:
         words = f"hang-up in prefill; its own: {early['next_prompt_ms']:.1f}"
-        longest = cache["first"]["ttft_ms"] + early["next_prompt_ms"]  # the whole prompt, and then its own
+        longest = (
+            cache["first"]["ttft_ms"] + early["next_prompt_ms"]
+        )  # the whole prompt, and then its own
         table.append(
-            Row("next caller waits", early["next_ttft_ms"], "ms", words, early["next_ttft_ms"] <= 1.5 * longest)
+            Row(
+                "next caller waits",
+                early["next_ttft_ms"],
+                "ms",
+                words,
+                early["next_ttft_ms"] <= 1.5 * longest,
+            )
         )
-    return table + [Row(f"ms per token, {name}", ms, "ms per token", "", steady) for name, ms in ms_per_token.items()]
+    return table + [
+        Row(f"ms per token, {name}", ms, "ms per token", "", steady)
+        for name, ms in ms_per_token.items()
+    ]
 
 
 def figures(table):
@@ -237,11 +299,15 @@ def picture(table, width, unicode):
         words = row.words if row.steady else f"{row.words}, UNSTEADY"
         wrapped = textwrap.wrap(words, width - left if beside else width - 2)
         if beside:
-            lines += [f"{text:{left}}{line}" for text, line in zip([start, *[""] * len(wrapped)], wrapped)]
+            lines += [
+                f"{text:{left}}{line}" for text, line in zip([start, *[""] * len(wrapped)], wrapped)
+            ]
         else:
             lines += [start, *(f"  {line}" for line in wrapped)]
     if not all(row.steady for row in times):
-        lines += textwrap.wrap("Rows that are marked vary too much: measure again on an idle machine.", width)
+        lines += textwrap.wrap(
+            "Rows that are marked vary too much: measure again on an idle machine.", width
+        )
     return lines
 
 
@@ -254,15 +320,34 @@ def checks(results):
     text = "the first token comes before the end, in every run"
     table = [Check("ttft", text, closest["ttft_ms"], "<", closest["total_ms"])]
     for key in "ttft", "total":
-        third, text = median([run[f"{key}_ms"] for run in runs]), f"{key}_p50 is the third of the five sorted runs"
+        third, text = (
+            median([run[f"{key}_ms"] for run in runs]),
+            f"{key}_p50 is the third of the five sorted runs",
+        )
         table.append(Check("ttft", text, results["ttft"][f"{key}_p50"], "==", third))
 
     none, four, twelve = prefill
     no_tokens = "the documents add no tokens: look into VOICE_LLM_KB"
     table += [
-        Check("prefill", "4 documents are more tokens than none", none["prompt_n"], "<", four["prompt_n"], no_tokens),
-        Check("prefill", "12 documents are more tokens than 4", four["prompt_n"], "<", twelve["prompt_n"], no_tokens),
-        Check("prefill", "4 documents delay the first token", none["ttft_ms"], "<", four["ttft_ms"]),
+        Check(
+            "prefill",
+            "4 documents are more tokens than none",
+            none["prompt_n"],
+            "<",
+            four["prompt_n"],
+            no_tokens,
+        ),
+        Check(
+            "prefill",
+            "12 documents are more tokens than 4",
+            four["prompt_n"],
+            "<",
+            twelve["prompt_n"],
+            no_tokens,
+        ),
+        Check(
+            "prefill", "4 documents delay the first token", none["ttft_ms"], "<", four["ttft_ms"]
+        ),
         Check("prefill", "12 documents delay it more", four["ttft_ms"], "<", twelve["ttft_ms"]),
     ]
     for name, row in zip(("no documents", "4 documents", "12 documents"), prefill):
@@ -278,19 +363,52 @@ def checks(results):
     if prefix["prompt_n"] < most:
         warm = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
     table += [
-        Check("cache", "a hit computes fewer tokens than first", second["prompt_n"], "<", first["prompt_n"], no_hit),
-        Check("cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], no_hit),
         Check(
-            "cache", f"changed prefix: {NEARLY_ALL} of first is computed again", most, "<=", prefix["prompt_n"], warm
+            "cache",
+            "a hit computes fewer tokens than first",
+            second["prompt_n"],
+            "<",
+            first["prompt_n"],
+            no_hit,
         ),
-        Check("cache", "changed prefix: slower than a hit", second["ttft_ms"], "<", prefix["ttft_ms"], no_hit or warm),
+        Check(
+            "cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], no_hit
+        ),
+        Check(
+            "cache",
+            f"changed prefix: {NEARLY_ALL} of first is computed again",
+            most,
+            "<=",
+            prefix["prompt_n"],
+            warm,
+        ),
+        Check(
+            "cache",
+            "changed prefix: slower than a hit",
+            second["ttft_ms"],
+            "<",
+            prefix["ttft_ms"],
+            no_hit or warm,
+        ),
     ]
 
     length = len(sentence["first_sentence"])
     begins = length if sentence["text"].startswith(sentence["first_sentence"]) else 0
     table += [
-        Check("sentence", "first token, then first sentence", sentence["ttft_ms"], "<=", sentence["first_sentence_ms"]),
-        Check("sentence", "first sentence, then the end", sentence["first_sentence_ms"], "<=", sentence["total_ms"]),
+        Check(
+            "sentence",
+            "first token, then first sentence",
+            sentence["ttft_ms"],
+            "<=",
+            sentence["first_sentence_ms"],
+        ),
+        Check(
+            "sentence",
+            "first sentence, then the end",
+            sentence["first_sentence_ms"],
+            "<=",
+            sentence["total_ms"],
+        ),
         Check("sentence", "the text starts with the sentence (characters)", begins, "==", length),
     ]
 
@@ -299,14 +417,25 @@ def checks(results):
     half_ms = 0.5 * (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
     went_on = ""
     if half_ms > 0:
-        went_on = "the server may have gone on to the end, as behind a relay that swallows a hang-up: "
+        went_on = (
+            "the server may have gone on to the end, as behind a relay that swallows a hang-up: "
+        )
         went_on += "set VOICE_LLM_URL to llama-server itself"
     idle_ms = cancel["slot_idle_after_ms"]
     return table + [
         Check("cancel", "fragments came before the close", 0, "<", received),
-        Check("cancel", "the close came before the last token", received, "<", cancel["max_tokens"]),
+        Check(
+            "cancel", "the close came before the last token", received, "<", cancel["max_tokens"]
+        ),
         Check("cancel", "closed at 500 ms or later", CUT * 1000, "<=", closed_ms),
-        Check("cancel", "the slot was idle before half of the rest was due", idle_ms, "<", half_ms, went_on),
+        Check(
+            "cancel",
+            "the slot was idle before half of the rest was due",
+            idle_ms,
+            "<",
+            half_ms,
+            went_on,
+        ),
     ]
 
 
@@ -321,7 +450,9 @@ def check_lines(table, width):
     lines = []
     for check in table:
         two = f"{round(check.left, 3):.10g} {check.sign} {round(check.right, 3):.10g}"
-        line = f"{'ok' if holds(check) else 'FAILS':6} {check.text:{51 if width >= 80 else 1}} {two}"
+        line = (
+            f"{'ok' if holds(check) else 'FAILS':6} {check.text:{51 if width >= 80 else 1}} {two}"
+        )
         lines += textwrap.wrap(line, width, subsequent_indent=" " * 7)
         lines += [] if holds(check) else [f"       run measure_{check.step}.py again"]
     return lines
@@ -336,8 +467,13 @@ def comparison(old, new, width):
             both.setdefault(row.name, [None, None])[side] = row
     wide = width >= 78
     lines = [f"{'':32} {'old':>12} {'new':>12}    change" if wide else "old, new, change"]
-    for name, (was, now) in sorted(both.items(), key=lambda item: not any(row and row.key for row in item[1])):
-        left, right = ("not measured" if row is None else f"{row.value:{FORMATS[row.unit]}}" for row in (was, now))
+    for name, (was, now) in sorted(
+        both.items(), key=lambda item: not any(row and row.key for row in item[1])
+    ):
+        left, right = (
+            "not measured" if row is None else f"{row.value:{FORMATS[row.unit]}}"
+            for row in (was, now)
+        )
         change = ""
         if was and now:  # adding 0.0 turns -0.0 into 0.0
             change = f"{round(now.value / was.value - 1, 3) + 0.0:+.1%}" if was.value else "from 0"
@@ -351,14 +487,18 @@ def comparison(old, new, width):
 
 def main():
     options = sse.parser(__doc__)
-    options.add_argument("--checks", action="store_true", help="list all checks, not only those that FAIL")
+    options.add_argument(
+        "--checks", action="store_true", help="list all checks, not only those that FAIL"
+    )
     options.add_argument("--against", metavar="DIR", help="compare with the earlier results in DIR")
     options = options.parse_args()
     if options.against is not None and not os.path.isdir(options.against):
         raise sse.Failure(f"there is no folder {options.against!r} to compare with")
     results = load(sse.setting("VOICE_LLM_OUT"), "VOICE_LLM_OUT")
     if options.against and os.path.samefile(options.against, sse.result_path()):
-        raise sse.Failure("--against names the folder of VOICE_LLM_OUT itself: give it the earlier results")
+        raise sse.Failure(
+            "--against names the folder of VOICE_LLM_OUT itself: give it the earlier results"
+        )
     old = load(options.against, "--against") if options.against else None
     table = rows(results)
     sse.save({sse.result_path("report.json"): figures(table)})
@@ -370,21 +510,27 @@ def main():
 
     def add(text, most=None):
         lines.extend(
-            textwrap.wrap(sse.printable(text), width, max_lines=most, placeholder=" …", break_on_hyphens=False)
+            textwrap.wrap(
+                sse.printable(text), width, max_lines=most, placeholder=" …", break_on_hyphens=False
+            )
         )
 
     if old:
-        was, now = identity(old), identity(results)
+        was, now = (sse.identity(r.get("props", {})) for r in (old, results))
         add(f"old: {options.against}: {', '.join(was.values())}")
         add(f"new: {sse.setting('VOICE_LLM_OUT')}: {', '.join(now.values())}")
-        different = [key for key in ("model", "context", "slots", "build") if was.get(key) != now.get(key)]
+        different = [
+            key for key in ("model", "context", "slots", "build") if was.get(key) != now.get(key)
+        ]
         if not (old.get("props") and results.get("props")):
-            add("props.json is missing: nobody knows whether model, context, slots and build are the same")
+            add(
+                "props.json is missing: nobody knows whether model, context, slots and build are the same"
+            )
         elif different:
             add(f"NOT THE SAME: {', '.join(different)}. The changes are not the prompt's alone.")
         lines += comparison(old, results, width)
     else:
-        add(f"Where the time goes: {', '.join(identity(results).values())}", 2)
+        add(f"Where the time goes: {', '.join(sse.identity(results.get('props', {})).values())}", 2)
         lines += picture(table, width, unicode)
     lines.append("")
     add(written_apart(sse.result_path()))

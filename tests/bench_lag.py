@@ -74,7 +74,9 @@ def serve():
             )
             count = request["max_tokens"]
             if request["messages"][0]["content"] == "burst":
-                for i in range(count):  # one event a send, as servers send them, and none waits to be read
+                for i in range(
+                    count
+                ):  # one event a send, as servers send them, and none waits to be read
                     until = time.perf_counter() + GAP
                     while time.perf_counter() < until:
                         pass
@@ -110,7 +112,12 @@ def server():
 
 
 def request(kind, count):
-    return {"messages": [{"role": "user", "content": kind}], "max_tokens": count, "stream": True, "model": "bench"}
+    return {
+        "messages": [{"role": "user", "content": kind}],
+        "max_tokens": count,
+        "stream": True,
+        "model": "bench",
+    }
 
 
 def read_sse(port, kind, count):
@@ -121,8 +128,14 @@ def read_sse(port, kind, count):
 def read_bare_socket(port, kind, count):
     body = json.dumps(request(kind, count)).encode()
     found = []
-    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as file:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    with (
+        socket.create_connection(("127.0.0.1", port)) as connection,
+        connection.makefile("rb") as file,
+    ):
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
         while line := file.readline():
             now = time.perf_counter()
             if line.startswith(b"data: {"):
@@ -151,7 +164,10 @@ def read_httpx_sse(port, kind, count):
 
     found = []
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    with httpx.Client() as client, httpx_sse.connect_sse(client, "POST", url, json=request(kind, count)) as source:
+    with (
+        httpx.Client() as client,
+        httpx_sse.connect_sse(client, "POST", url, json=request(kind, count)) as source,
+    ):
         for event in source.iter_sse():
             now = time.perf_counter()
             if event.data != "[DONE]":
@@ -165,7 +181,10 @@ def read_aiohttp(port, kind, count):
     async def read():
         found = []
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        async with aiohttp.ClientSession() as session, session.post(url, json=request(kind, count)) as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json=request(kind, count)) as response,
+        ):
             async for line in response.content:
                 now = time.perf_counter()
                 if line.startswith(b"data: {"):
@@ -207,7 +226,9 @@ def lag_us(read, port, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -216,7 +237,9 @@ def main():
     readers = {}
     for name, (read, modules) in READERS.items():
         try:
-            versions = [getattr(importlib.import_module(module), "__version__", "") for module in modules]
+            versions = [
+                getattr(importlib.import_module(module), "__version__", "") for module in modules
+            ]
             readers[" ".join([name, *versions[-1:]]).strip()] = read
         except ImportError:
             print(f"{name} is not installed: left out", file=sys.stderr)
@@ -227,7 +250,9 @@ def main():
             for name, read in readers.items():
                 lags[name] += lag_us(read, port, 200)
                 cpus[name].append(cpu_us(read, port, 5_000))
-    print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
     print(f"{'reader':24} {'lag p50':>10} {'lag p99':>10} {'cpu':>10} {'ratio':>7}")
     bare = min(cpus["bare socket loop"])
     for name in readers:

@@ -34,12 +34,18 @@ class Lab:
     def __init__(self, folder):
         self.out = folder / "out"
         self.env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("VOICE_LLM_", "PYTHON"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("VOICE_LLM_", "PYTHON"))
+            },
             "VOICE_LLM_OUT": str(self.out),
             "VOICE_LLM_KB": str(TESTS / "kb"),
             "VOICE_LLM_TIMEOUT": "10",
             "TMPDIR": str(folder),
-            "PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"),  # compiled once, and not into the checkout
+            "PYTHONPYCACHEPREFIX": str(
+                folder.parent / "pycache"
+            ),  # compiled once, and not into the checkout
             "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",  # python3 is this Python
         }
         self.fake = None
@@ -59,7 +65,11 @@ class Lab:
         """Start a script of the suite; its streams are pipes."""
         if command[0].endswith(".py"):
             command = (sys.executable, str(TOP / command[0]), *command[1:])
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        streams = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "stdin": subprocess.DEVNULL,
+        }
         return subprocess.Popen(command, env=self.env, encoding="utf-8", **{**streams, **popen})
 
     def run(self, *command, **popen):
@@ -101,12 +111,26 @@ class Lab:
         return json.loads((self.out / name).read_text("utf-8"))
 
     def files(self):
-        return {path.name: path.read_bytes() for path in self.out.iterdir()} if self.out.is_dir() else {}
+        return (
+            {path.name: path.read_bytes() for path in self.out.iterdir()}
+            if self.out.is_dir()
+            else {}
+        )
 
     def write_earlier(self):
         """Put results of an earlier run into the folder → what is there now."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for step in "ttft", "prefill", "cache", "sentence", "cancel", "cancel_prefill", "report", "health", "props":
+        for step in (
+            "ttft",
+            "prefill",
+            "cache",
+            "sentence",
+            "cancel",
+            "cancel_prefill",
+            "report",
+            "health",
+            "props",
+        ):
             (self.out / f"{step}.json").write_text(f"earlier {step}")
         (self.out / "sse_raw.txt").write_text("earlier raw")
         (self.out / "chunks.jsonl").write_text("earlier chunks")

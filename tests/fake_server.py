@@ -36,7 +36,9 @@ ANSWERS = {
     "and urgent cases.",
     "How do I prepare for a fasting blood test?": "Eat nothing for ten hours before the test. Drink only water, about "
     "0.5 liters. Take your usual medicines unless the doctor told you not to.",
-    "List the numbers from 1 to 300, separated by commas.": ", ".join(str(n) for n in range(1, 301)),
+    "List the numbers from 1 to 300, separated by commas.": ", ".join(
+        str(n) for n in range(1, 301)
+    ),
 }
 
 
@@ -49,7 +51,9 @@ def render(messages):
     """The messages as the prompt that a chat template of the ChatML kind makes of them."""
     if not messages or messages[0].get("role") != "system":
         messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
-    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    turns = "".join(
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    )
     return turns + "<|im_start|>assistant\n"
 
 
@@ -70,9 +74,18 @@ class Slot:
     """The one slot: what its KV cache holds, who has it, and what it costs to fill it."""
 
     def __init__(self, fake, prompt_ms, token_ms, n_ctx, batch):
-        self.fake, self.prompt_ms, self.token_ms, self.n_ctx, self.batch = fake, prompt_ms, token_ms, n_ctx, batch
+        self.fake, self.prompt_ms, self.token_ms, self.n_ctx, self.batch = (
+            fake,
+            prompt_ms,
+            token_ms,
+            n_ctx,
+            batch,
+        )
         self.lock = threading.Lock()
-        self.tokens, self.kept_prompt = [], []  # kept_prompt: one that another slot or cache still holds, in a test
+        self.tokens, self.kept_prompt = (
+            [],
+            [],
+        )  # kept_prompt: one that another slot or cache still holds, in a test
         self.task = 0
         self.processing = 0  # the task at work
 
@@ -93,51 +106,69 @@ class Slot:
             # The real server logs this too: it does not prove that a hang-up was noticed.
             self.fake.log(f"W srv          stop: cancel task, id_task = {task}")
             raise Refused(400, "exceed_context_size_error", what)
-        reply = tokenize(ANSWERS.get(str(messages[-1]["content"]), "Hello, how can I help you today?"))
+        reply = tokenize(
+            ANSWERS.get(str(messages[-1]["content"]), "Hello, how can I help you today?")
+        )
         yield None  # accepted: from here on the status is 200
         while not self.lock.acquire(timeout=0.002):
             if wire.noticed():
                 raise ClientGone
         try:
             self.processing = task
-            self.fake.log(f"I slot launch_slot_: id  0 | task {task} | processing task, is_child = 0")
+            self.fake.log(
+                f"I slot launch_slot_: id  0 | task {task} | processing task, is_child = 0"
+            )
             yield from self._run(request, prompt, reply, wire)
         except ClientGone:
             time.sleep(self.token_ms / 1000)  # the token at work is still computed
             raise
         finally:
-            self.fake.log(f"I slot      release: id  0 | task {task} | stop processing: n_tokens = {len(self.tokens)}")
+            self.fake.log(
+                f"I slot      release: id  0 | task {task} | stop processing: n_tokens = {len(self.tokens)}"
+            )
             self.processing = 0
             self.lock.release()
 
     def _run(self, request, prompt, reply, wire):
         cache_n = 0
         if request.get("cache_prompt", True):
-            cache_n = min(max(shared(prompt, self.tokens), shared(prompt, self.kept_prompt)), len(prompt) - 1)
+            cache_n = min(
+                max(shared(prompt, self.tokens), shared(prompt, self.kept_prompt)), len(prompt) - 1
+            )
         begin, done = time.perf_counter(), cache_n
         while done < len(prompt):
             done = min(done + self.batch, len(prompt))
             noticed = False
-            while (left := begin + (done - cache_n) * self.prompt_ms / 1000 - time.perf_counter()) > 0:
+            while (
+                left := begin + (done - cache_n) * self.prompt_ms / 1000 - time.perf_counter()
+            ) > 0:
                 time.sleep(min(left, 0.01))
                 noticed = noticed or wire.noticed()
             self.tokens = prompt[:done]
             if noticed:
                 raise ClientGone
         first, prompt_n = time.perf_counter(), len(prompt) - cache_n
-        predicted = reply[: request.get("max_tokens", -1)] if request.get("max_tokens", -1) >= 0 else reply
+        predicted = (
+            reply[: request.get("max_tokens", -1)] if request.get("max_tokens", -1) >= 0 else reply
+        )
         yield event({"role": "assistant", "content": None})
         for i, token in enumerate(predicted):
             wire.pause(first + i * self.token_ms / 1000 - time.perf_counter())
             self.tokens = self.tokens + [token]
             self.fake.last_result = time.perf_counter()
             yield event({"content": token})
-        stopped = len(predicted) == len(reply)  # by the token that ends an answer: it counts, but has no text
+        stopped = len(predicted) == len(
+            reply
+        )  # by the token that ends an answer: it counts, but has no text
         if stopped:
             wire.pause(self.token_ms / 1000)
         last = event({}, finish_reason="stop" if stopped else "length")
         last["timings"] = timings(
-            cache_n, prompt_n, (first - begin) * 1000, len(predicted) + stopped, (time.perf_counter() - first) * 1000
+            cache_n,
+            prompt_n,
+            (first - begin) * 1000,
+            len(predicted) + stopped,
+            (time.perf_counter() - first) * 1000,
         )
         yield last
 
@@ -193,7 +224,9 @@ class Wire(http.server.BaseHTTPRequestHandler):
     def send(self, data):
         """Send bytes of the body at once: one HTTP chunk, where it is chunked."""
         try:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if self.framing == "chunked" else data)
+            self.wfile.write(
+                b"%x\r\n%s\r\n" % (len(data), data) if self.framing == "chunked" else data
+            )
         except OSError:  # reset by a client that has left
             self.left(0)
             self.cancel()
@@ -351,7 +384,14 @@ class FakeServer:
         fault=None,
         log=None,
     ):
-        self.paths, self.times, self.requests, self.sent_ms, self.closed_ms, self.log_lines = [], [], [], [], [], []
+        self.paths, self.times, self.requests, self.sent_ms, self.closed_ms, self.log_lines = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.begin = self.last_result = time.perf_counter()
         self.log_file, self.fault, self.silence = log, fault, silence
         self.ready_at = self.begin + loading
@@ -378,7 +418,12 @@ class FakeServer:
 
     def slots(self):
         task = self.slot.processing
-        slot = {"id": 0, "n_ctx": self.slot.n_ctx, "speculative": False, "is_processing": bool(task)}
+        slot = {
+            "id": 0,
+            "n_ctx": self.slot.n_ctx,
+            "speculative": False,
+            "is_processing": bool(task),
+        }
         return [dict(slot, id_task=task or self.slot.task) if self.slot.task else slot]
 
     def props(self):
@@ -399,17 +444,35 @@ def end_with(parent):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8080, help="0: a free one (default %(default)s)")
-    parser.add_argument("--prompt-ms", type=float, default=0.8, help="per token of the prompt (default %(default)s)")
-    parser.add_argument("--token-ms", type=float, default=10.0, help="per token of the answer (default %(default)s)")
-    parser.add_argument("--n-ctx", type=int, default=4096, help="tokens of context (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=2048, help="tokens of a prompt in one go (default %(default)s)")
-    parser.add_argument("--loading", type=float, default=0.0, help="seconds of answering 503 at the start")
-    parser.add_argument("--fault", choices=sorted({*faults.CHAT, *faults.SLOTS}), metavar="NAME", help="misbehave")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--port", type=int, default=8080, help="0: a free one (default %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-ms", type=float, default=0.8, help="per token of the prompt (default %(default)s)"
+    )
+    parser.add_argument(
+        "--token-ms", type=float, default=10.0, help="per token of the answer (default %(default)s)"
+    )
+    parser.add_argument(
+        "--n-ctx", type=int, default=4096, help="tokens of context (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=2048, help="tokens of a prompt in one go (default %(default)s)"
+    )
+    parser.add_argument(
+        "--loading", type=float, default=0.0, help="seconds of answering 503 at the start"
+    )
+    parser.add_argument(
+        "--fault", choices=sorted({*faults.CHAT, *faults.SLOTS}), metavar="NAME", help="misbehave"
+    )
     parser.add_argument("--faults", action="store_true", help="list the names of the faults")
     parser.add_argument("--log", type=argparse.FileType("a"), help="a file for the server's log")
-    parser.add_argument("--end-with-parent", action="store_true", help="end when the starting process ends")
+    parser.add_argument(
+        "--end-with-parent", action="store_true", help="end when the starting process ends"
+    )
     options = parser.parse_args()
     if options.faults:
         with contextlib.suppress(BrokenPipeError):  # `| head` has what it wants
@@ -423,7 +486,9 @@ def main():
     try:
         fake = FakeServer(**{name: getattr(options, name) for name in names})
     except (OSError, OverflowError) as error:
-        sys.exit(f"fake_server.py: can't serve on port {options.port} ({error}): --port 0 takes a free one")
+        sys.exit(
+            f"fake_server.py: can't serve on port {options.port} ({error}): --port 0 takes a free one"
+        )
     print(fake.url, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         fake.http.serve_forever()

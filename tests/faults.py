@@ -176,7 +176,13 @@ def timings_per_token(wire, events):
     """timings on every event: the last ones count"""
     wire.head()
     for count, event in enumerate(events):
-        wrong = {"cache_n": 0, "prompt_n": 1, "prompt_ms": 0.0, "predicted_n": count, "predicted_ms": 0.0}
+        wrong = {
+            "cache_n": 0,
+            "prompt_n": 1,
+            "prompt_ms": 0.0,
+            "predicted_n": count,
+            "predicted_ms": 0.0,
+        }
         wire.event({**event, "timings": event.get("timings", wrong)})
     wire.done()
 
@@ -296,7 +302,10 @@ def buffered(wire, events):
 def buffered_untold(wire, events):
     """a proxy that holds everything back, here nine fragments, and a server without timings"""
     wire.head()
-    held = [*itertools.islice(events, 10), {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
+    held = [
+        *itertools.islice(events, 10),
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
     wire.send(b"".join(map(data, held)))
     wire.done()
 
@@ -449,7 +458,9 @@ def line_separators(wire, events):
     wire.head()
     wire.event(next(events))
     wire.send(
-        b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False).encode() + b"\n\n"
+        b"data: "
+        + json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False).encode()
+        + b"\n\n"
     )
     for event in events:
         if not content(event):
@@ -462,7 +473,9 @@ def split_characters(wire, events):
     """raw UTF-8, each HTTP chunk one byte long"""
     wire.head()
     wire.event(next(events))
-    text = json.dumps({"choices": [{"delta": {"content": "診療は九時から。 🙂 OK."}}]}, ensure_ascii=False)
+    text = json.dumps(
+        {"choices": [{"delta": {"content": "診療は九時から。 🙂 OK."}}]}, ensure_ascii=False
+    )
     for byte in b"data: " + text.encode() + b"\n\n":
         wire.send(bytes([byte]))
     for event in events:
@@ -500,7 +513,9 @@ def half_surrogates(wire, events):
 @fault
 def terminal_codes(wire, events):
     """an answer that clears the screen, sets a title, rings the bell and forges a line"""
-    with_text(wire, events, "\x1b[2J\x1b]0;owned\x07", "Hi\r", "there\n\x9b31m\u202ewrote.", " Bye.")
+    with_text(
+        wire, events, "\x1b[2J\x1b]0;owned\x07", "Hi\r", "there\n\x9b31m\u202ewrote.", " Bye."
+    )
 
 
 @fault
@@ -534,7 +549,9 @@ def unauthorized(wire, events):
 def too_long(wire, events):
     """400: the prompt exceeds the context"""
     wire.error(
-        400, "exceed_context_size_error", "request (6016 tokens) exceeds the available context size (4096 tokens)"
+        400,
+        "exceed_context_size_error",
+        "request (6016 tokens) exceeds the available context size (4096 tokens)",
     )
 
 
@@ -593,7 +610,9 @@ page("rate_limited", 429, "Too Many Requests")
 def proxy_page(wire, events):
     """a proxy's 502 page"""
     wire.head(502, "text/html", "close")
-    wire.send(b"<html><head><title>502 Bad\nGateway</title></head><body>\x1b[31mnginx</body></html>")
+    wire.send(
+        b"<html><head><title>502 Bad\nGateway</title></head><body>\x1b[31mnginx</body></html>"
+    )
 
 
 @fault
@@ -823,7 +842,9 @@ def polite_cut_timings(wire, events):
     """[DONE] after five events, each with timings, and without a finish_reason"""
     wire.head()
     for event in itertools.islice(events, 5):
-        wire.event({**event, "timings": {"cache_n": 0, "prompt_n": 40, "prompt_ms": 1.0, "predicted_n": 4}})
+        wire.event(
+            {**event, "timings": {"cache_n": 0, "prompt_n": 40, "prompt_ms": 1.0, "predicted_n": 4}}
+        )
     wire.done()
 
 
@@ -856,7 +877,9 @@ def broken(name, piece, doc, count=5, then_done=False):
 
 ERROR = b'{"error": {"code": 500, "message": "the GPU fell off", "type": "server_error"}}'
 broken("error_event", b"data: " + ERROR + b"\n\n", "an error as an event, after content")
-broken("error_event_first", b"data: " + ERROR + b"\n\n", "an error as an event, before any content", 0)
+broken(
+    "error_event_first", b"data: " + ERROR + b"\n\n", "an error as an event, before any content", 0
+)
 broken(
     "error_event_and_done",
     b"data: " + ERROR + b"\n\n",
@@ -864,9 +887,19 @@ broken(
     5,
     True,
 )
-broken("error_text", b'data: {"error": "the GPU fell off"}\n\n', "an error whose value is text", 5, True)
 broken(
-    "error_object", b'data: {"object": "error", "message": "the GPU fell off"}\n\n', "an object of type error", 5, True
+    "error_text",
+    b'data: {"error": "the GPU fell off"}\n\n',
+    "an error whose value is text",
+    5,
+    True,
+)
+broken(
+    "error_object",
+    b'data: {"object": "error", "message": "the GPU fell off"}\n\n',
+    "an object of type error",
+    5,
+    True,
 )
 broken(
     "error_beside_choices",
@@ -876,9 +909,17 @@ broken(
     True,
 )
 broken("error_field", b"error: " + ERROR + b"\n\n", "a bare error: line", 5, True)
-broken("error_field_first", b"error: " + ERROR + b"\n\n", "a bare error: line before any content", 0)
+broken(
+    "error_field_first", b"error: " + ERROR + b"\n\n", "a bare error: line before any content", 0
+)
 broken("error_json", ERROR + b"\n", "bare JSON in the stream", 5, True)
-broken("error_finish", b'data: {"choices": [{"finish_reason": "error"}]}\n\n', "finish_reason error", 5, True)
+broken(
+    "error_finish",
+    b'data: {"choices": [{"finish_reason": "error"}]}\n\n',
+    "finish_reason error",
+    5,
+    True,
+)
 broken(
     "error_code",
     b'data: {"text": "the GPU fell off", "error_code": 50002}\n\n',
@@ -886,14 +927,33 @@ broken(
     5,
     True,
 )
-broken("error_detail", b'data: {"detail": "the GPU fell off"}\n\n', "FastAPI's error, and [DONE]", 5, True)
-broken("error_context", b'data: {"error": {"message": "Context size has been exceeded."}}\n\n', "a full context", 5)
+broken(
+    "error_detail",
+    b'data: {"detail": "the GPU fell off"}\n\n',
+    "FastAPI's error, and [DONE]",
+    5,
+    True,
+)
+broken(
+    "error_context",
+    b'data: {"error": {"message": "Context size has been exceeded."}}\n\n',
+    "a full context",
+    5,
+)
 broken("null_event", b"data: null\n\n", "an event that is null", 5, True)
-broken("error_named", b"event: error\ndata: the GPU fell off\n\n", "an event of type error", 5, True)
+broken(
+    "error_named", b"event: error\ndata: the GPU fell off\n\n", "an event of type error", 5, True
+)
 broken("not_json", b"data: {oops\n\n", "an event that is not JSON", 5, True)
 broken("not_an_object", b"data: [1, 2]\n\n", "an event that is JSON, but no object", 5, True)
 broken("deep_json", b"data: " + b"[" * 100_000 + b"\n\n", "JSON nested 100,000 deep", 5, True)
-broken("content_a_number", b'data: {"choices": [{"delta": {"content": 5}}]}\n\n', "content that is a number", 5, True)
+broken(
+    "content_a_number",
+    b'data: {"choices": [{"delta": {"content": 5}}]}\n\n',
+    "content that is a number",
+    5,
+    True,
+)
 broken("choices_a_text", b'data: {"choices": "none"}\n\n', "choices that are a text", 5, True)
 broken("joined_events", b"data: {}\ndata: [DONE]\n\n", "[DONE] in one event with something else")
 
@@ -916,21 +976,54 @@ def with_timings(name, change, doc):
 with_timings("timings_null", lambda timings: None, "timings that are null")
 with_timings("timings_text", lambda timings: "fast", "timings that are a text")
 with_timings("timings_empty", lambda timings: {}, "timings without a key")
-with_timings("timings_nan", lambda timings: dict.fromkeys(timings, float("nan")), "timings that are not a number")
+with_timings(
+    "timings_nan",
+    lambda timings: dict.fromkeys(timings, float("nan")),
+    "timings that are not a number",
+)
 with_timings("timings_true", lambda timings: dict.fromkeys(timings, True), "timings that are true")
-with_timings("timings_words", lambda timings: dict.fromkeys(timings, "12"), "timings that are texts")
+with_timings(
+    "timings_words", lambda timings: dict.fromkeys(timings, "12"), "timings that are texts"
+)
 with_timings("timings_negative", lambda timings: dict.fromkeys(timings, -1), "timings below zero")
-with_timings("timings_fraction", lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5}, "counts that are not whole")
-with_timings("cached_untold", lambda t: {key: t[key] for key in t if key != "cache_n"}, "timings without cache_n")
+with_timings(
+    "timings_fraction",
+    lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5},
+    "counts that are not whole",
+)
+with_timings(
+    "cached_untold",
+    lambda t: {key: t[key] for key in t if key != "cache_n"},
+    "timings without cache_n",
+)
 with_timings(
     "everything_kept_untold",
-    lambda t: {"prompt_n": 1, "prompt_ms": t["prompt_ms"], "predicted_n": 1, "predicted_ms": t["predicted_ms"]},
+    lambda t: {
+        "prompt_n": 1,
+        "prompt_ms": t["prompt_ms"],
+        "predicted_n": 1,
+        "predicted_ms": t["predicted_ms"],
+    },
     "one token computed of every prompt, and no cache_n",
 )
-with_timings("timings_early", lambda t: {**t, "prompt_ms": 90_000.0}, "a prompt that took longer than the answer")
-with_timings("slow_line", lambda t: {**t, "predicted_ms": 1.0}, "an answer that takes longer than the server took")
-with_timings("timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number")
-with_timings("all_cached", lambda t: {**t, "cache_n": t["prompt_n"] // 4}, "a fifth of every prompt out of a cache")
+with_timings(
+    "timings_early",
+    lambda t: {**t, "prompt_ms": 90_000.0},
+    "a prompt that took longer than the answer",
+)
+with_timings(
+    "slow_line",
+    lambda t: {**t, "predicted_ms": 1.0},
+    "an answer that takes longer than the server took",
+)
+with_timings(
+    "timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number"
+)
+with_timings(
+    "all_cached",
+    lambda t: {**t, "cache_n": t["prompt_n"] // 4},
+    "a fifth of every prompt out of a cache",
+)
 
 
 @fault
@@ -979,7 +1072,11 @@ def runaway_line(wire, events):
 @slots_fault
 def slots_off(wire, states):
     """501, as with --no-slots"""
-    wire.error(501, "not_supported_error", "This server does not support slots endpoint. Start it with `--slots`")
+    wire.error(
+        501,
+        "not_supported_error",
+        "This server does not support slots endpoint. Start it with `--slots`",
+    )
 
 
 @slots_fault

@@ -28,13 +28,19 @@ def test_times_are_milliseconds_since_the_start_to_the_microsecond():
     [
         ({"cache_n": 0, "prompt_n": 1}, 100, False),
         ({"cache_n": 1, "prompt_n": 99}, 100, True),
-        ({"prompt_n": 50}, 100, False),  # where the server does not tell, a token for every second word
+        (
+            {"prompt_n": 50},
+            100,
+            False,
+        ),  # where the server does not tell, a token for every second word
         ({"prompt_n": 49}, 100, True),
         ({}, 100, False),
     ],
 )
 def test_with_the_cache_off_an_answer_counts_as_computed(timings, words, warm):
-    answer = SimpleNamespace(timings=timings, _words=words, cache_prompt=False, count=1, finish_reason="stop")
+    answer = SimpleNamespace(
+        timings=timings, _words=words, cache_prompt=False, received=1, finish_reason="stop"
+    )
     answer.total_ms, answer.closed_at_ms = 1.0, None
     assert refuses(sse.Answer._check_whole, answer) == warm
     answer.cache_prompt = True
@@ -45,7 +51,9 @@ def test_with_the_cache_off_an_answer_counts_as_computed(timings, words, warm):
 def test_a_busy_slot_is_looked_at_twice_20_ms_apart(monkeypatch, busy, noted):
     looks, pauses = iter(busy), []
     monkeypatch.setattr(sse, "notes", {})
-    monkeypatch.setattr(sse, "slots", lambda: [{"is_processing": False}, {"is_processing": next(looks)}])
+    monkeypatch.setattr(
+        sse, "slots", lambda: [{"is_processing": False}, {"is_processing": next(looks)}]
+    )
     monkeypatch.setattr(sse.time, "sleep", pauses.append)
     answer = SimpleNamespace(first_token_ms=1.0, total_ms=1.0, timings={}, cache_prompt=True)
     sse.note_what_else(answer, [{"t_ms": 1.0}])
@@ -76,7 +84,10 @@ def test_the_only_slot_is_never_another_one(monkeypatch):
 )
 def test_a_prompt_counts_as_cold(computed, reused, other_prompt_n, words, warm):
     figures = {"prompt_n": computed, "ttft_ms": 1.0}
-    assert refuses(measure_cache.check_cold, "first", "word " * words, figures, reused, other_prompt_n) == warm
+    assert (
+        refuses(measure_cache.check_cold, "first", "word " * words, figures, reused, other_prompt_n)
+        == warm
+    )
 
 
 @pytest.mark.parametrize(("second", "noted"), [(899, False), (900, True)])
@@ -84,8 +95,12 @@ def test_second_counts_as_not_reused(monkeypatch, second, noted):
     answers = iter([1000, second, 1000])
     monkeypatch.setattr(sse, "notes", {})
     monkeypatch.setattr(sse, "wait_idle", lambda: None)
-    monkeypatch.setattr(sse, "Answer", lambda *args, **more: contextlib.nullcontext(Answered(total_ms=1.0)))
-    monkeypatch.setattr(measure_cache, "ask", lambda *args: ({"prompt_n": next(answers), "ttft_ms": 1.0}, 0))
+    monkeypatch.setattr(
+        sse, "Answer", lambda *args, **more: contextlib.nullcontext(Answered(total_ms=1.0))
+    )
+    monkeypatch.setattr(
+        measure_cache, "ask", lambda *args: ({"prompt_n": next(answers), "ttft_ms": 1.0}, 0)
+    )
     measure_cache.measure(["a"])
     assert ("not reused" in sse.notes) == noted
 
@@ -112,15 +127,23 @@ def test_the_next_caller_waits_from_the_close_to_the_first_token_of_that_answer(
     }
 
 
-@pytest.mark.parametrize(("closed_at_ms", "seconds", "late"), [(1000.0, 0.5, False), (1000.1, 0.5, True)])
+@pytest.mark.parametrize(
+    ("closed_at_ms", "seconds", "late"), [(1000.0, 0.5, False), (1000.1, 0.5, True)]
+)
 def test_a_close_counts_as_late(closed_at_ms, seconds, late):
-    assert refuses(measure_cancel.check_close, SimpleNamespace(closed_at_ms=closed_at_ms), seconds) == late
+    assert (
+        refuses(measure_cancel.check_close, SimpleNamespace(closed_at_ms=closed_at_ms), seconds)
+        == late
+    )
 
 
 @pytest.mark.parametrize(
     ("times", "noted"),
     [
-        ((0.0, 1.0, 1.1, 2.0, 2.049), False),  # begin, and then when each look was asked for and answered
+        (
+            (0.0, 1.0, 1.1, 2.0, 2.049),
+            False,
+        ),  # begin, and then when each look was asked for and answered
         ((0.0, 1.0, 1.1, 2.0, 2.3), True),  # above 50 ms, and above a tenth
         ((0.0, 0.1, 0.1, 0.2, 0.249), False),
         ((0.0, 0.1, 0.1, 0.2, 0.251), True),

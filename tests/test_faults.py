@@ -25,7 +25,12 @@ from fake_server import render, tokenize
 import sse
 
 LIMIT = 0.6  # seconds of VOICE_LLM_TIMEOUT for what only a timeout can end
-TTFT, PREFILL, CACHE, CANCEL = "measure_ttft.py", "measure_prefill.py", "measure_cache.py", "measure_cancel.py"
+TTFT, PREFILL, CACHE, CANCEL = (
+    "measure_ttft.py",
+    "measure_prefill.py",
+    "measure_cache.py",
+    "measure_cancel.py",
+)
 SENTENCE, EARLY = "measure_sentence.py", "measure_cancel.py --during-prefill"
 ALL = (*STEPS,)
 
@@ -35,10 +40,19 @@ ROWS = [
     (
         ALL,
         "too_long",
-        ("400", "request (6016 tokens) exceeds the available context size", "shorten the prompt", "-np 1"),
+        (
+            "400",
+            "request (6016 tokens) exceeds the available context size",
+            "shorten the prompt",
+            "-np 1",
+        ),
     ),
     ([TTFT], "context_exceeded", ("500", "Context size", "shorten the prompt")),
-    ([TTFT], "embeddings", ("501", "Start it without `--embeddings`", "restart llama-server as its message says")),
+    (
+        [TTFT],
+        "embeddings",
+        ("501", "Start it without `--embeddings`", "restart llama-server as its message says"),
+    ),
     ([TTFT], "router", ("400", "model name is missing", "router", "(-m)")),
     ([TTFT], "bad_request", ("400", "must contain content", "look at the server's log")),
     ([TTFT], "loading", ("503", "Loading model", "wait until the model is loaded")),
@@ -58,7 +72,11 @@ ROWS = [
     ([TTFT], "error_body_silent", ("500",)),
     ([TTFT], "compressed", ("gzip", "remove the proxy")),
     # cut off
-    ([TTFT, CANCEL], "cut_between_chunks", ("the connection ended after 4 fragments, before [DONE]",)),
+    (
+        [TTFT, CANCEL],
+        "cut_between_chunks",
+        ("the connection ended after 4 fragments, before [DONE]",),
+    ),
     ([TTFT], "cut_inside_line", ("before [DONE]",)),
     ([TTFT], "cut_close", ("before [DONE]",)),
     ([TTFT], "cut_reset", ("before [DONE] (Connection reset by peer)",)),
@@ -122,7 +140,11 @@ ROWS = [
         ("1 token computed of a prompt of 17 words", "came from a cache", "cache_prompt is false"),
     ),
     ([TTFT], "cache_partly_untold", ("59, 39, 39, 39, 39 tokens", "the KV cache was on")),
-    ([CACHE], "all_cached", ("first was answered from a cache already", "tokens reused", "--cache-ram 0")),
+    (
+        [CACHE],
+        "all_cached",
+        ("first was answered from a cache already", "tokens reused", "--cache-ram 0"),
+    ),
     # content
     ([TTFT], "no_content", ("no content", "is it a chat model?")),
     ([TTFT], "only_reasoning", ("only reasoning", "--reasoning-budget 0")),
@@ -149,7 +171,11 @@ ROWS = [
     ([CANCEL], "slots_cached", ("/slots showed no slot at work", "void", "caches")),
     ([CANCEL], "slots_taken_without_id", ("still busy", "after the close")),
     ([CANCEL], "slots_two_at_work", ("2 requests were at work", "void", "-np 1")),
-    ([CANCEL], "slots_slow_at_work", ("/slots did not answer between the first token and the close", "void")),
+    (
+        [CANCEL],
+        "slots_slow_at_work",
+        ("/slots did not answer between the first token and the close", "void"),
+    ),
     ([EARLY], "long_reasoning", ("the first token came before the close at 100 ms", "void")),
     ([EARLY], "late_headers", ("had not accepted", "void", "too far away", "refuse")),
     ([EARLY], "late_refusal", ("had not accepted", "void", "too far away", "refuse")),
@@ -159,7 +185,9 @@ PAIRS = [(fault, script, words) for scripts, fault, words in ROWS for script in 
 WAITS = {"slots_busy", "slots_silence", "slots_taken_without_id", "short_finish_and_silence"}
 
 
-@pytest.mark.parametrize(("fault", "script", "words"), PAIRS, ids=[f"{fault}-{script}" for fault, script, _ in PAIRS])
+@pytest.mark.parametrize(
+    ("fault", "script", "words"), PAIRS, ids=[f"{fault}-{script}" for fault, script, _ in PAIRS]
+)
 def test_it_fails_in_one_line_and_leaves_the_earlier_files(lab, fault, script, words):
     prompt_ms = 0.5 if script == EARLY else 0.02
     lab.serve(fault=fault, prompt_ms=prompt_ms, token_ms=4 if script == CANCEL else 1)
@@ -170,7 +198,11 @@ def test_it_fails_in_one_line_and_leaves_the_earlier_files(lab, fault, script, w
 
 # (scripts, fault, words of the note)
 NOTES = [
-    ([TTFT], "queued", ("a first token took ", " by the server's clock", "queue", "network", "suspended")),
+    (
+        [TTFT],
+        "queued",
+        ("a first token took ", " by the server's clock", "queue", "network", "suspended"),
+    ),
     ([SENTENCE], "early_role", ("a first token took ", " by the server's clock")),
     ([TTFT], "timings_early", ("a first token took ", "90000 by the server's clock")),
     ([TTFT], "buffered", ("an answer came in ", " by the server's clock", "buffers", "suspended")),
@@ -183,17 +215,25 @@ NOTES = [
     (["sse.py", SENTENCE], "slots_off", ("nobody knows whether the server was idle", "--no-slots")),
     ([SENTENCE], "slots_missing", ("nobody knows whether the server was idle", "404")),
     ([SENTENCE], "long_answer", ("no sentence ended",)),
-    ([CACHE], "recomputes", ("second reused nothing", "sliding window", "--no-cache-prompt", "another request")),
+    (
+        [CACHE],
+        "recomputes",
+        ("second reused nothing", "sliding window", "--no-cache-prompt", "another request"),
+    ),
     ([CANCEL], "slots_slow", ("/slots took 3", "ms to answer", "network")),
     ([f"{CACHE} --changed-suffix"], "recomputes", ("second and changed_suffix reused nothing",)),
 ]
 NOTED = [(fault, script, words) for scripts, fault, words in NOTES for script in scripts]
 
 
-@pytest.mark.parametrize(("fault", "script", "words"), NOTED, ids=[f"{fault}-{script}" for fault, script, _ in NOTED])
+@pytest.mark.parametrize(
+    ("fault", "script", "words"), NOTED, ids=[f"{fault}-{script}" for fault, script, _ in NOTED]
+)
 def test_the_figure_is_written_and_one_line_says_what_else_is_in_it(lab, fault, script, words):
     lab.serve(fault=fault, token_ms=5)
-    for _ in range(5 if fault == "buffered_untold" else 1):  # a busy machine may stop the reader within its 1 ms
+    for _ in range(
+        5 if fault == "buffered_untold" else 1
+    ):  # a busy machine may stop the reader within its 1 ms
         process = lab.run_ok(*script.split())
         notes = [line for line in process.err.splitlines() if line.startswith("note: ")]
         if all(word in " ".join(notes) for word in words):
@@ -209,7 +249,9 @@ def test_the_figure_is_written_and_one_line_says_what_else_is_in_it(lab, fault, 
 @pytest.mark.parametrize("script", [*STEPS, f"{CACHE} --changed-suffix", EARLY])
 def test_nothing_is_said_of_a_healthy_server(lab, script):
     lab.serve(prompt_ms=0.3, token_ms=4, silence=0.3)
-    for _ in range(3):  # a very busy machine may suspend the reader for 50 ms, and then a note is true
+    for _ in range(
+        3
+    ):  # a very busy machine may suspend the reader for 50 ms, and then a note is true
         process = lab.run_ok(*script.split())
         if "note:" not in process.err:
             return
@@ -223,7 +265,11 @@ def test_a_slot_that_is_still_winding_up_is_not_another_request(lab):
 
 def test_every_fault_has_a_test():
     tests = "".join(path.read_text("utf-8") for path in TESTS.glob("test_*.py"))
-    assert [name for name in {*faults.CHAT, *faults.SLOTS} - {*faults.HARMLESS} if f'"{name}"' not in tests] == []
+    assert [
+        name
+        for name in {*faults.CHAT, *faults.SLOTS} - {*faults.HARMLESS}
+        if f'"{name}"' not in tests
+    ] == []
 
 
 def test_a_fault_that_only_the_timeout_ends_takes_as_long_as_the_timeout(lab):
@@ -254,7 +300,9 @@ def kept_prompt(lab, number):
 def test_a_prompt_that_should_be_cold_and_was_warm_is_found(lab, fault, number, name):
     lab.serve(fault=fault)
     kept_prompt(lab, number)
-    lab.run_fails(CACHE, words=(f"{name} was answered from a cache already", "--cache-ram 0", "-np 1"))
+    lab.run_fails(
+        CACHE, words=(f"{name} was answered from a cache already", "--cache-ram 0", "-np 1")
+    )
 
 
 def test_two_warm_prompts_are_found_where_the_server_does_not_tell(lab):
@@ -281,7 +329,14 @@ def test_what_a_chat_template_puts_in_front_of_every_prompt_is_no_cache(lab):
 def test_nothing_listens(lab, script):
     with reserved_port() as port:
         lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{port}"
-        lab.run_fails(script, words=("no server answers at http://127.0.0.1:", "(Connection refused)", "voice-llm up"))
+        lab.run_fails(
+            script,
+            words=(
+                "no server answers at http://127.0.0.1:",
+                "(Connection refused)",
+                "voice-llm up",
+            ),
+        )
 
 
 def refuse_and_read_on(connection):
@@ -300,9 +355,15 @@ def hang_up_at_once(connection):
 
 @pytest.mark.parametrize(
     ("behave", "word"),
-    [(refuse_and_read_on, "answered 413"), (read_nothing, "no answer after 1 s"), (hang_up_at_once, "no answer (")],
+    [
+        (refuse_and_read_on, "answered 413"),
+        (read_nothing, "no answer after 1 s"),
+        (hang_up_at_once, "no answer ("),
+    ],
 )
-def test_a_long_prompt_that_is_refused_not_read_or_hung_up_on_while_it_is_sent(lab, tmp_path, behave, word):
+def test_a_long_prompt_that_is_refused_not_read_or_hung_up_on_while_it_is_sent(
+    lab, tmp_path, behave, word
+):
     (tmp_path / "prompt.txt").write_text("word " * 8_000_000)
     lab.env.update(VOICE_LLM_SYSTEM=str(tmp_path / "prompt.txt"), VOICE_LLM_TIMEOUT="1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -360,11 +421,15 @@ def test_step_1_does_not_take_something_else_for_a_llama_server(lab, status, bod
     assert process.seconds < 5
 
 
-def test_a_server_that_is_silent_on_health_is_left_after_5_s_and_no_setting_that_can_not_help_is_named(lab):
+def test_a_server_that_is_silent_on_health_is_left_after_5_s_and_no_setting_that_can_not_help_is_named(
+    lab,
+):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         lab.env["VOICE_LLM_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         lab.env["VOICE_LLM_TIMEOUT"] = "600"
-        process = lab.run_fails("sse.py", "--server", words=("/health: no answer after 5 s", "restart"))
+        process = lab.run_fails(
+            "sse.py", "--server", words=("/health: no answer after 5 s", "restart")
+        )
     assert "VOICE_LLM_TIMEOUT" not in process.line
 
 
@@ -373,8 +438,24 @@ def test_a_host_name_that_dns_can_not_carry(lab):
     lab.run_fails(TTFT, words=("no server answers at http://aaa", "VOICE_LLM_URL"))
 
 
-URLS = ["localhost", "localhost:8080", "ftp://h", "http://", "http://h:port", "http://h:99999", "http://[::1"]
-URLS += ["http://a b", "https://127.0.0.1", "http://u:p@h", "http://h/?q", "http://h/#f", "http://hé", "http://h\n"]
+URLS = [
+    "localhost",
+    "localhost:8080",
+    "ftp://h",
+    "http://",
+    "http://h:port",
+    "http://h:99999",
+    "http://[::1",
+]
+URLS += [
+    "http://a b",
+    "https://127.0.0.1",
+    "http://u:p@h",
+    "http://h/?q",
+    "http://h/#f",
+    "http://hé",
+    "http://h\n",
+]
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -475,15 +556,23 @@ def test_documents_are_in_the_order_of_their_names_as_bytes(lab, documents):
     (documents / "00.md").rename(documents / "b.md")
     (documents / "10.md").rename(documents / "C.md")
     lab.run_ok(PREFILL)
-    assert lab.fake.requests[2]["messages"][0]["content"].endswith("Document 11.\n\nDocument 10.\n\nDocument 0.")
+    assert lab.fake.requests[2]["messages"][0]["content"].endswith(
+        "Document 11.\n\nDocument 10.\n\nDocument 0."
+    )
 
 
-@pytest.mark.parametrize("script", ["sse.py", TTFT, PREFILL, f"{PREFILL} --check", CACHE, SENTENCE, EARLY])
+@pytest.mark.parametrize(
+    "script", ["sse.py", TTFT, PREFILL, f"{PREFILL} --check", CACHE, SENTENCE, EARLY]
+)
 def test_a_system_prompt_that_can_not_be_used_is_named_and_nothing_is_asked(lab, tmp_path, script):
     lab.serve()
     path = tmp_path / "prompt.txt"
     lab.env["VOICE_LLM_SYSTEM"] = str(path)
-    for content, word in (None, "No such file"), (b" \n\t", "is blank"), (b"Gr\xf6\xdfe", "not UTF-8"):
+    for content, word in (
+        (None, "No such file"),
+        (b" \n\t", "is blank"),
+        (b"Gr\xf6\xdfe", "not UTF-8"),
+    ):
         if content is not None:
             path.write_bytes(content)
         lab.run_fails(*script.split(), words=(str(path), word, "VOICE_LLM_SYSTEM"))
@@ -504,7 +593,9 @@ def test_an_output_folder_is_made_with_its_parents(lab):
 
 
 @pytest.mark.parametrize("script", ALL)
-def test_an_output_folder_that_can_not_be_made_is_found_before_anything_is_measured(lab, tmp_path, script):
+def test_an_output_folder_that_can_not_be_made_is_found_before_anything_is_measured(
+    lab, tmp_path, script
+):
     fake = lab.serve()
     (tmp_path / "file").write_text("a file")
     lab.env["VOICE_LLM_OUT"] = str(tmp_path / "file" / "folder")
@@ -512,7 +603,9 @@ def test_an_output_folder_that_can_not_be_made_is_found_before_anything_is_measu
     assert fake.requests == []
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write into")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write into"
+)
 def test_an_output_folder_that_can_not_be_written_into_is_found_before_anything_is_measured(lab):
     fake = lab.serve()
     lab.env["VOICE_LLM_OUT"] = "/proc"
@@ -578,7 +671,9 @@ def test_a_result_that_can_not_be_printed_is_a_failure_in_one_line(lab):
         process = lab.run(SENTENCE, stdout=full)
     assert process.returncode == 1
     assert "Traceback" not in process.err
-    assert process.err.splitlines()[-1].startswith("measure_sentence.py: can't print the result (No space left")
+    assert process.err.splitlines()[-1].startswith(
+        "measure_sentence.py: can't print the result (No space left"
+    )
 
 
 def test_a_pipe_that_closes_early_is_no_traceback(lab):
@@ -615,7 +710,9 @@ def test_a_terminal_that_stalls_does_not_stop_the_clock(lab):
     time.sleep(2.5)
     process.communicate(timeout=20)
     assert process.returncode == 0
-    chunks = [json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()]
+    chunks = [
+        json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()
+    ]
     assert len(chunks) == 30
     assert chunks[-1]["t_ms"] < 1800
 
@@ -671,7 +768,10 @@ def test_the_cut_comes_at_500_ms_and_the_server_sees_it(lab, when):
     assert process.returncode == (when in VOID_CUTS), process.err
     assert ("void" in process.err) == (when in VOID_CUTS)
     assert [request["max_tokens"] for request in fake.requests] == [1, 256]
-    assert eventually(lambda: fake.closed_ms and 450 < fake.closed_ms[-1] < 1500), (fake.closed_ms, process.err)
+    assert eventually(lambda: fake.closed_ms and 450 < fake.closed_ms[-1] < 1500), (
+        fake.closed_ms,
+        process.err,
+    )
     if when in CUTS:
         result = lab.read("cancel.json")
         assert 500 <= result["closed_at_ms"] < 1500
@@ -728,7 +828,9 @@ def occupy(fake, max_tokens):
     messages = [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
     body = json.dumps({"messages": messages, "max_tokens": max_tokens, "stream": True}).encode()
     connection = socket.create_connection(fake.http.server_address)
-    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
     while not fake.slot.processing:
         time.sleep(0.005)
     return connection
@@ -785,7 +887,9 @@ def test_a_signal_ends_a_script_and_frees_the_server_at_once(lab, signum, status
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_python_is_ending_changes_nothing(lab, signum):
-    program = "import atexit, sse, time; atexit.register(time.sleep, 1); sse.run(lambda: print('done'))"
+    program = (
+        "import atexit, sse, time; atexit.register(time.sleep, 1); sse.run(lambda: print('done'))"
+    )
     process = lab.start(sys.executable, "-c", program, cwd=TOP)
     assert process.stdout.readline() == "done\n"
     time.sleep(0.2)
@@ -800,6 +904,8 @@ def test_the_fake_lists_its_faults_by_name_and_a_pipe_that_closes_early_is_no_tr
     assert {line.split()[0] for line in listed.splitlines()} == {*faults.CHAT, *faults.SLOTS}
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, encoding="utf-8", check=False)
+    process = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, encoding="utf-8", check=False
+    )
     os.close(write)
     assert process.stderr == ""

@@ -17,9 +17,19 @@ from fake_server import FakeServer
 import sse
 from measure_prefill import long_prompt
 
-LONG = long_prompt([path.read_text("utf-8") for path in sorted((pathlib.Path(__file__).parent / "kb").glob("*.md"))])
+LONG = long_prompt(
+    [
+        path.read_text("utf-8")
+        for path in sorted((pathlib.Path(__file__).parent / "kb").glob("*.md"))
+    ]
+)
 TIMINGS = {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"}
-RATES = {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second"}
+RATES = {
+    "prompt_per_token_ms",
+    "prompt_per_second",
+    "predicted_per_token_ms",
+    "predicted_per_second",
+}
 HI = [{"role": "user", "content": "hi"}]
 COUNT = [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
 
@@ -60,7 +70,11 @@ def slots():
 
 
 def test_health_is_ok_and_props_name_model_context_and_slots():
-    assert [status for status, _ in map(sse.get, ["/health", "/props", "/nowhere"])] == [200, 200, 404]
+    assert [status for status, _ in map(sse.get, ["/health", "/props", "/nowhere"])] == [
+        200,
+        200,
+        404,
+    ]
     assert json.loads(sse.get("/health")[1]) == {"status": "ok"}
     props = json.loads(sse.get("/props")[1])
     assert isinstance(props["model_path"], str)
@@ -89,7 +103,9 @@ def test_the_role_comes_first_then_content_then_the_finish_with_the_timings():
 
 
 def test_timings_have_the_counts_the_times_and_the_rates():
-    chunks, total_ms, timings = sse.stream(sse.chat(sse.SYSTEM, sse.QUESTION), max_tokens=8, cache_prompt=False)
+    chunks, total_ms, timings = sse.stream(
+        sse.chat(sse.SYSTEM, sse.QUESTION), max_tokens=8, cache_prompt=False
+    )
     assert set(timings) == TIMINGS | RATES
     assert timings["cache_n"] == 0
     assert timings["predicted_n"] == 8
@@ -159,7 +175,10 @@ def test_the_cache_reuses_what_is_the_same_from_the_first_token_on():
 
 
 def test_without_the_cache_the_whole_prompt_is_computed_again():
-    counts = [sse.stream(sse.chat(sse.SYSTEM, "Hello?"), 2, cache_prompt=False)[2]["prompt_n"] for _ in range(2)]
+    counts = [
+        sse.stream(sse.chat(sse.SYSTEM, "Hello?"), 2, cache_prompt=False)[2]["prompt_n"]
+        for _ in range(2)
+    ]
     assert counts[0] == counts[1] > 20
 
 
@@ -174,7 +193,9 @@ def test_closing_the_connection_stops_generation_within_a_few_tokens():
 
 def test_closing_during_prefill_does_not_stop_a_prompt_that_is_one_batch():
     prefill_ms = sse.stream(sse.chat(LONG, "Hello?"), 2, cache_prompt=False)[2]["prompt_ms"]
-    with sse.Answer(sse.chat(LONG, "Hello?"), cache_prompt=False, cut_after=prefill_ms / 5000) as left:
+    with sse.Answer(
+        sse.chat(LONG, "Hello?"), cache_prompt=False, cut_after=prefill_ms / 5000
+    ) as left:
         assert list(left) == []
     assert left.accepted_ms is not None
     with sse.Answer(HI, max_tokens=2, cache_prompt=False) as following:
@@ -185,15 +206,24 @@ def test_closing_during_prefill_does_not_stop_a_prompt_that_is_one_batch():
 
 
 def test_a_prompt_longer_than_the_context_is_refused_in_the_servers_words():
-    with pytest.raises(sse.Failure, match=r"answered 400: request \(\d+ tokens\) exceeds the available context size"):
+    with pytest.raises(
+        sse.Failure,
+        match=r"answered 400: request \(\d+ tokens\) exceeds the available context size",
+    ):
         sse.stream(sse.chat("word " * 6000, "Hello?"))
 
 
 def test_a_request_that_is_none_is_refused_as_json():
     host, port, _ = sse.address()
     connection = http.client.HTTPConnection(host, port, timeout=10)
-    connection.request("POST", "/v1/chat/completions", '{"stream": true}', {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/chat/completions", '{"stream": true}', {"Content-Type": "application/json"}
+    )
     response = connection.getresponse()
     assert response.status == 400
     error = json.loads(response.read())["error"]
-    assert error == {"code": 400, "message": "'messages' is required", "type": "invalid_request_error"}
+    assert error == {
+        "code": 400,
+        "message": "'messages' is required",
+        "type": "invalid_request_error",
+    }

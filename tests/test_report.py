@@ -33,7 +33,12 @@ RESULTS = {
         "first_sentence": "Eat nothing.",
         "text": "Eat nothing. Drink water.",
     },
-    "cancel": {"max_tokens": 256, "received_tokens": 52, "closed_at_ms": 501.0, "slot_idle_after_ms": 16.5},
+    "cancel": {
+        "max_tokens": 256,
+        "received_tokens": 52,
+        "closed_at_ms": 501.0,
+        "slot_idle_after_ms": 16.5,
+    },
 }
 SUFFIX = {"prompt_n": 30, "ttft_ms": 234.0}
 EARLY = {"docs": 14, "closed_at_ms": 103.0, "next_ttft_ms": 4892.0, "next_prompt_ms": 92.1}
@@ -102,13 +107,21 @@ def test_the_picture_shows_each_time_with_a_bar_and_its_words_on_80_columns(lab,
     assert re.search(r"first token +92\.0 ms ▏ +p50 of 5, 90\.0 to 94\.0\n", out)
     assert re.search(r"whole answer +302\.0 ms ▌ +p50 of 5, 300\.0 to 304\.0\n", out)
     assert re.search(r"first token, 0 docs +98\.2 ms ▏ +35 tokens at 2\.60 ms, prefill 93%\n", out)
-    assert re.search(r"first token, 4 docs +1317\.5 ms █.? +473 tokens at 2\.78 ms, prefill 100%\n", out)
-    assert re.search(r"first token, 12 docs +4303\.8 ms █+.? +1290 tokens at 3\.33 ms, prefill 100%\n", out)
+    assert re.search(
+        r"first token, 4 docs +1317\.5 ms █.? +473 tokens at 2\.78 ms, prefill 100%\n", out
+    )
+    assert re.search(
+        r"first token, 12 docs +4303\.8 ms █+.? +1290 tokens at 3\.33 ms, prefill 100%\n", out
+    )
     assert re.search(r"cache, first +5280\.0 ms █+.? +1486 tokens computed\n", out)
     assert re.search(r"cache, same again +25\.5 ms ▏ +1 token computed \(first: 1486\)\n", out)
-    assert re.search(r"cache, clock first +5400\.0 ms █{8} +1499 tokens computed \(first: 1486\)\n", out)
+    assert re.search(
+        r"cache, clock first +5400\.0 ms █{8} +1499 tokens computed \(first: 1486\)\n", out
+    )
     assert re.search(r"first sentence +217\.0 ms .+speech starts; 142\.0 after first token\n", out)
-    assert re.search(r"stop after hang-up +16\.5 ms ▏ +closed at 501\.0, 52 fragments received\n", out)
+    assert re.search(
+        r"stop after hang-up +16\.5 ms ▏ +closed at 501\.0, 52 fragments received\n", out
+    )
     assert "clock last" not in out
     assert "next caller" not in out
     assert "UNSTEADY" not in out
@@ -116,7 +129,10 @@ def test_the_picture_shows_each_time_with_a_bar_and_its_words_on_80_columns(lab,
 
 def test_the_default_output_with_all_rows_fits_one_screen(lab, results):
     results["cache"]["changed_suffix"] = SUFFIX
-    alias = {**PROPS, "model_alias": "a model with an alias that is rather long and says little " * 3}
+    alias = {
+        **PROPS,
+        "model_alias": "a model with an alias that is rather long and says little " * 3,
+    }
     write(lab.out, results, cancel_prefill=EARLY, props=alias)
     lines = lab.run_ok("report.py").out.splitlines()
     assert f"{CHECKS} of {CHECKS} checks hold" in lines
@@ -177,7 +193,9 @@ def test_runs_that_spread_more_than_twofold_are_marked_as_unsteady(lab, results)
     for key, name in ("ttft_ms", "first token"), ("total_ms", "whole answer"):
         changed = copy.deepcopy(results)
         last = changed["ttft"]["runs"][4]
-        last.update(ttft_ms=100.0, total_ms=602.0) if key == "total_ms" else last.update(ttft_ms=181.0)
+        last.update(ttft_ms=100.0, total_ms=602.0) if key == "total_ms" else last.update(
+            ttft_ms=181.0
+        )
         write(lab.out, changed)
         out = lab.run_ok("report.py").out
         assert re.search(rf"{name} .* to {last[key]}, UNSTEADY", out)
@@ -192,12 +210,19 @@ COLD = ["first token, 12 docs", "cache, first", "cache, clock first"]
 
 
 @pytest.mark.parametrize("name", COLD)
-def test_cold_prompts_that_cost_more_than_one_and_a_half_times_as_much_a_token_are_marked(lab, results, name):
+def test_cold_prompts_that_cost_more_than_one_and_a_half_times_as_much_a_token_are_marked(
+    lab, results, name
+):
     results["prefill"][2].update(prompt_n=1200, ttft_ms=4800.0)  # 4 ms a token, each of them
     results["cache"]["first"].update(prompt_n=1400, ttft_ms=5600.0)
     results["cache"]["changed_prefix"].update(prompt_n=1500, ttft_ms=6000.0)
     lab.env["COLUMNS"] = "200"
-    row = dict(zip(COLD, (results["prefill"][2], results["cache"]["first"], results["cache"]["changed_prefix"])))[name]
+    row = dict(
+        zip(
+            COLD,
+            (results["prefill"][2], results["cache"]["first"], results["cache"]["changed_prefix"]),
+        )
+    )[name]
     row["ttft_ms"] = 6.01 * row["prompt_n"]
     write(lab.out, results)
     out = lab.run_ok("report.py").out
@@ -220,7 +245,9 @@ def test_the_two_experiments_past_the_lab_are_shown_where_they_are_there(lab, re
     write(lab.out, results, cancel_prefill=EARLY)
     out = lab.run_ok("report.py").out
     assert re.search(r"cache, clock last +234\.0 ms .* 30 tokens computed \(first: 1486\)\n", out)
-    assert re.search(r"next caller waits +4892\.0 ms █{7}.? hang-up in prefill; its own: 92\.1\n", out)
+    assert re.search(
+        r"next caller waits +4892\.0 ms █{7}.? hang-up in prefill; its own: 92\.1\n", out
+    )
 
 
 def test_a_hang_up_during_prefill_of_an_earlier_run_is_not_shown(lab, results):
@@ -245,17 +272,26 @@ def test_files_of_different_runs_are_asked_about(lab, results):
         return " ".join(lab.run_ok("report.py").out.split())
 
     assert "of one run?" not in asked(cancel=1599.9)
-    assert "ttft.json is 10 minutes older than cancel.json: are they of one run?" in asked(cancel=1600)
+    assert "ttft.json is 10 minutes older than cancel.json: are they of one run?" in asked(
+        cancel=1600
+    )
     assert "cache.json is 60 minutes older than sentence.json: are they of one run?" in asked(
         cache=-2000, sentence=1600
     )
     # A run writes them in order: one that was stopped after the second leaves the others of the run before.
     assert "of one run?" not in asked(prefill=1003, cache=1002)
-    assert "cache.json is older than prefill.json: are they of one run?" in asked(prefill=1003.1, cache=1002)
+    assert "cache.json is older than prefill.json: are they of one run?" in asked(
+        prefill=1003.1, cache=1002
+    )
 
 
 def test_a_model_that_props_does_not_name_is_no_failure(lab, results):
-    unnamed = {}, {"model_path": None}, {"default_generation_settings": 5, "model_path": "\x1b[2Jx"}, {"model_path": ""}
+    unnamed = (
+        {},
+        {"model_path": None},
+        {"default_generation_settings": 5, "model_path": "\x1b[2Jx"},
+        {"model_path": ""},
+    )
     for props in unnamed:
         write(lab.out, results, props=props)
         out = lab.run_ok("report.py").out
@@ -315,8 +351,12 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize(("path", "value", "text", "two"), BROKEN, ids=[f"{row[0]} {row[1]}" for row in BROKEN])
-def test_a_relation_that_does_not_hold_fails_and_names_the_step(lab, results, path, value, text, two):
+@pytest.mark.parametrize(
+    ("path", "value", "text", "two"), BROKEN, ids=[f"{row[0]} {row[1]}" for row in BROKEN]
+)
+def test_a_relation_that_does_not_hold_fails_and_names_the_step(
+    lab, results, path, value, text, two
+):
     set_key(results, path, value)
     write(lab.out, results)
     process = lab.run("report.py")
@@ -324,7 +364,9 @@ def test_a_relation_that_does_not_hold_fails_and_names_the_step(lab, results, pa
     lines = process.out.splitlines()
     script = f"measure_{path.split()[0]}.py"
     [at] = [
-        n for n, line in enumerate(lines) if line.startswith("FAILS ") and text in line and line.endswith(" " + two)
+        n
+        for n, line in enumerate(lines)
+        if line.startswith("FAILS ") and text in line and line.endswith(" " + two)
     ]
     assert lines[at + 1] == f"       run {script} again"
     failed = len([line for line in lines if line.startswith("FAILS ")])
@@ -340,7 +382,9 @@ def test_a_relation_that_does_not_hold_fails_and_names_the_step(lab, results, pa
 def test_a_check_that_allows_two_equal_figures_holds_for_them(lab, results):
     for row in results["prefill"]:
         row["prompt_ms"] = row["ttft_ms"]
-    results["sentence"].update(ttft_ms=966.0, first_sentence_ms=966.0, first_sentence="All.", text="All.")
+    results["sentence"].update(
+        ttft_ms=966.0, first_sentence_ms=966.0, first_sentence="All.", text="All."
+    )
     results["cache"]["first"]["prompt_n"] = 10 * 140
     results["cache"]["changed_prefix"]["prompt_n"] = 9 * 140
     results["cancel"]["closed_at_ms"] = 500
@@ -349,7 +393,12 @@ def test_a_check_that_allows_two_equal_figures_holds_for_them(lab, results):
 
 
 def test_counts_and_times_of_zero_are_no_traceback(lab, results):
-    for row in *results["prefill"], results["cache"]["first"], results["cache"]["changed_prefix"], results["cancel"]:
+    for row in (
+        *results["prefill"],
+        results["cache"]["first"],
+        results["cache"]["changed_prefix"],
+        results["cancel"],
+    ):
         row.update(dict.fromkeys(row.keys() - {"docs"}, 0))
     write(lab.out, results)
     process = lab.run("report.py")
@@ -382,13 +431,19 @@ def test_every_missing_file_is_named_in_one_go_with_the_script_that_makes_it(lab
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-def test_without_any_folder_the_setting_and_the_simulated_results_are_named_and_none_is_made(lab, tmp_path, simulated):
+def test_without_any_folder_the_setting_and_the_simulated_results_are_named_and_none_is_made(
+    lab, tmp_path, simulated
+):
     for path in TOP.glob("*.py"):
         shutil.copy(path, tmp_path)
     if simulated:
         (tmp_path / "fake-results").mkdir()
     process = lab.run(sys.executable, str(tmp_path / "report.py"))
-    lab.failed(process, {}, (f"no folder {lab.out}", "VOICE_LLM_OUT", *(f"measure_{name}.py" for name in RESULTS)))
+    lab.failed(
+        process,
+        {},
+        (f"no folder {lab.out}", "VOICE_LLM_OUT", *(f"measure_{name}.py" for name in RESULTS)),
+    )
     assert (str(tmp_path / "fake-results") in process.err) == simulated
     assert not lab.out.exists()
 
@@ -426,7 +481,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "value", "words"), WRONG, ids=[row[2] for row in WRONG])
-def test_a_value_that_is_not_what_it_must_be_is_named_with_file_and_key(lab, results, path, value, words):
+def test_a_value_that_is_not_what_it_must_be_is_named_with_file_and_key(
+    lab, results, path, value, words
+):
     results["cancel_prefill"] = dict(EARLY)
     set_key(results, path, value)
     write(lab.out, results, report="earlier")
@@ -435,8 +492,16 @@ def test_a_value_that_is_not_what_it_must_be_is_named_with_file_and_key(lab, res
 
 def leaves(value, way=()):
     """The way to every number and text in `value`."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
-    return [way] if not items else [leaf for key, item in items for leaf in leaves(item, (*way, key))]
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else []
+    )
+    return (
+        [way] if not items else [leaf for key, item in items for leaf in leaves(item, (*way, key))]
+    )
 
 
 @pytest.mark.parametrize("name", [*RESULTS, "cancel_prefill"])
@@ -464,7 +529,9 @@ def compare(lab, old):
     return lines, {line[:32].rstrip(): re.split(" {2,}", line[32:].strip()) for line in table}
 
 
-def test_against_is_one_table_of_all_rows_with_the_seven_of_report_json_first(lab, results, tmp_path):
+def test_against_is_one_table_of_all_rows_with_the_seven_of_report_json_first(
+    lab, results, tmp_path
+):
     results["cache"]["changed_suffix"] = SUFFIX
     write(lab.out, results, props=PROPS, cancel_prefill=EARLY)
     old = copy.deepcopy(results)
@@ -473,7 +540,13 @@ def test_against_is_one_table_of_all_rows_with_the_seven_of_report_json_first(la
     set_key(old, "prefill 2 prompt_n", 2580)
     write(tmp_path / "old", old, props=PROPS, cancel_prefill=EARLY)
     lines, table = compare(lab, tmp_path / "old")
-    seven = ["first token", "whole answer", "first token, 12 docs", "tokens, 12 docs", "cache, same again"]
+    seven = [
+        "first token",
+        "whole answer",
+        "first token, 12 docs",
+        "tokens, 12 docs",
+        "cache, same again",
+    ]
     assert list(table)[:7] == [*seven, "first sentence", "stop after hang-up"]
     assert table["first token"] == ["0.0", "92.0", "from 0"]
     assert table["first token, 12 docs"] == ["4303.8", "4303.8", "+0.0%", "UNSTEADY"]
@@ -484,13 +557,21 @@ def test_against_is_one_table_of_all_rows_with_the_seven_of_report_json_first(la
     assert table["ms per token, cache, clock first"][:2] == ["3.60", "3.60"]
     assert table["tokens, cache, clock first"] == ["1499", "1499", "+0.0%"]
     assert table["next caller waits"] == ["4892.0", "4892.0", "+0.0%"]
-    names = {"first token, 0 docs", "first token, 4 docs", "cache, first", "cache, clock last", "cache, clock first"}
+    names = {
+        "first token, 0 docs",
+        "first token, 4 docs",
+        "cache, first",
+        "cache, clock last",
+        "cache, clock first",
+    }
     assert names < set(table)
     assert not [line for line in lines if "NOT THE SAME" in line]
     assert len(table) == 22
 
 
-def test_against_a_run_with_other_rows_says_not_measured_on_the_side_that_lacks_them(lab, results, tmp_path):
+def test_against_a_run_with_other_rows_says_not_measured_on_the_side_that_lacks_them(
+    lab, results, tmp_path
+):
     write(tmp_path / "old", results, cancel_prefill=EARLY)
     results["cache"]["changed_suffix"] = SUFFIX
     write(lab.out, results)
@@ -523,7 +604,9 @@ def test_against_marks_what_is_unsteady_in_either_run(lab, results, tmp_path):
         ({"build_info": "b9093"}, "build"),
     ],
 )
-def test_against_says_where_model_context_slots_or_build_differ(lab, results, tmp_path, change, name):
+def test_against_says_where_model_context_slots_or_build_differ(
+    lab, results, tmp_path, change, name
+):
     write(lab.out, results, props=PROPS)
     write(tmp_path / "old", results, props={**PROPS, **change})
     lines, _ = compare(lab, tmp_path / "old")

@@ -38,7 +38,12 @@ def pod(lab, tmp_path):
     folder = tmp_path / "pod"
     folder.mkdir()
     with reserved_port() as port:
-        values = {"folder": folder, "python": sys.executable, "fake": TESTS / "fake_server.py", "port": port}
+        values = {
+            "folder": folder,
+            "python": sys.executable,
+            "fake": TESTS / "fake_server.py",
+            "port": port,
+        }
         (folder / "voice-llm").write_text(STUB.format(**values))
         (folder / "voice-llm").chmod(0o755)
         lab.env["PATH"] = f"{folder}:{lab.env['PATH']}"
@@ -64,7 +69,9 @@ def bare(lab, tmp_path):
 # ---------------------------------------------------------------------------- on the Pod
 
 
-def test_on_the_pod_it_starts_the_server_does_all_eight_steps_and_ends_with_the_report(lab, pod, tmp_path):
+def test_on_the_pod_it_starts_the_server_does_all_eight_steps_and_ends_with_the_report(
+    lab, pod, tmp_path
+):
     link = tmp_path / "link"
     link.symlink_to(TOP / "run_all.sh")
     process = lab.run(str(link), cwd=tmp_path)
@@ -89,7 +96,9 @@ def test_on_the_pod_it_starts_the_server_does_all_eight_steps_and_ends_with_the_
     (lab.out / "sse.py").write_text("mine")
     (pod / "calls").unlink()
     stub = (pod / "voice-llm").read_text()
-    (pod / "voice-llm").write_text(stub.replace("cat server.log", "sed 's/cancel task/gone/' server.log"))
+    (pod / "voice-llm").write_text(
+        stub.replace("cat server.log", "sed 's/cancel task/gone/' server.log")
+    )
     process = lab.run(RUN, cwd=tmp_path)
     assert process.returncode == 0, process.err
     assert (lab.out / "sse.py").read_text() == "mine"
@@ -99,7 +108,9 @@ def test_on_the_pod_it_starts_the_server_does_all_eight_steps_and_ends_with_the_
 
 def test_the_log_of_another_server_is_not_judged_and_its_server_is_not_started(lab, pod):
     stub = (pod / "voice-llm").read_text()
-    (pod / "voice-llm").write_text(stub.replace("cat server.log", "echo 'stop: cancel task, id_task = 3'"))
+    (pod / "voice-llm").write_text(
+        stub.replace("cat server.log", "echo 'stop: cancel task, id_task = 3'")
+    )
     lab.serve(prompt_ms=0.1, token_ms=3)
     process = lab.run(RUN)
     assert process.returncode == 0, process.err
@@ -138,7 +149,10 @@ def test_the_first_step_that_fails_ends_the_run_is_named_and_gives_its_status(la
     lab.serve(fault="no_timings")
     process = lab.run(RUN)
     assert process.returncode == 1
-    assert process.err.splitlines()[-1] == "run_all.sh: step 3 (time to first token) failed with exit status 1"
+    assert (
+        process.err.splitlines()[-1]
+        == "run_all.sh: step 3 (time to first token) failed with exit status 1"
+    )
     assert "[4/8]" not in process.out
     assert (lab.out / "chunks.jsonl").exists()
     assert not (lab.out / "ttft.json").exists()
@@ -147,7 +161,9 @@ def test_the_first_step_that_fails_ends_the_run_is_named_and_gives_its_status(la
 # ---------------------------------------------------------------------------- before step 1
 
 
-def test_the_documents_and_the_prompt_are_checked_before_anything_is_asked_or_started(lab, pod, tmp_path):
+def test_the_documents_and_the_prompt_are_checked_before_anything_is_asked_or_started(
+    lab, pod, tmp_path
+):
     def run(word):
         process = lab.run(RUN)
         assert process.returncode == 1
@@ -180,7 +196,9 @@ def test_fake_never_touches_results_that_are_not_the_fakes(lab):
         before = lab.files()
         process = lab.run(RUN, "--fake")
         assert process.returncode == 1
-        assert process.err.splitlines()[-1].startswith(f"run_all.sh: {lab.out} holds results that are not simulated")
+        assert process.err.splitlines()[-1].startswith(
+            f"run_all.sh: {lab.out} holds results that are not simulated"
+        )
         assert "VOICE_LLM_OUT" in process.err
         assert lab.files() == before
 
@@ -225,7 +243,13 @@ def test_with_neither_command_nor_server_it_names_the_two_ways_on_within_seconds
             process = lab.run(bare, RUN)
         assert process.returncode == 1
         assert process.seconds < 15
-        for words in "voice-llm", lab.env["VOICE_LLM_URL"], "-c 4096 -np 1 --cache-ram 0", "tests/kb", "--fake":
+        for words in (
+            "voice-llm",
+            lab.env["VOICE_LLM_URL"],
+            "-c 4096 -np 1 --cache-ram 0",
+            "tests/kb",
+            "--fake",
+        ):
             assert words in process.err
         assert "Traceback" not in process.err
 
@@ -249,7 +273,12 @@ def test_a_system_prompt_of_ones_own_is_named_and_one_that_is_blank_is_not(lab, 
 
 
 def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
-    for options, status in (["--nonsense"], 2), (["--fake", "--fake"], 2), ([""], 2), (["--help"], 0):
+    for options, status in (
+        (["--nonsense"], 2),
+        (["--fake", "--fake"], 2),
+        ([""], 2),
+        (["--help"], 0),
+    ):
         process = lab.run(RUN, *options)
         assert process.returncode == status
         assert "--fake" in process.out + process.err
@@ -260,7 +289,9 @@ def test_an_unknown_option_exits_with_2_and_help_with_0(lab):
 # ---------------------------------------------------------------------------- --more
 
 
-def test_more_also_measures_the_changed_suffix_and_the_hang_up_during_prefill_before_the_report(lab):
+def test_more_also_measures_the_changed_suffix_and_the_hang_up_during_prefill_before_the_report(
+    lab,
+):
     lab.serve(prompt_ms=0.2, token_ms=3, silence=0.2)
     process = lab.run(RUN, "--more")
     assert process.returncode == 0, process.err
@@ -288,16 +319,24 @@ def test_an_experiment_of_more_that_is_void_does_not_cost_the_report(lab):
 def processes():
     """Every process of the machine: {its id: its parent's id and its command}."""
     listed = subprocess.run(
-        ["ps", "-Aww", "-o", "pid=", "-o", "ppid=", "-o", "args="], capture_output=True, encoding="utf-8", check=True
+        ["ps", "-Aww", "-o", "pid=", "-o", "ppid=", "-o", "args="],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     return {
-        int(pid): f"{ppid} {rest}" for pid, ppid, *rest in (line.split(None, 2) for line in listed.stdout.splitlines())
+        int(pid): f"{ppid} {rest}"
+        for pid, ppid, *rest in (line.split(None, 2) for line in listed.stdout.splitlines())
     }
 
 
 def fakes_of(pid):
     """The ids of the fake servers that the run of run_all.sh with this id has started."""
-    return {fake for fake, text in processes().items() if text.startswith(f"{pid} ") and "fake_server" in text}
+    return {
+        fake
+        for fake, text in processes().items()
+        if text.startswith(f"{pid} ") and "fake_server" in text
+    }
 
 
 def test_fake_does_all_steps_on_a_bare_machine_in_under_20_seconds(lab, bare):
@@ -334,7 +373,9 @@ def test_fake_goes_into_a_folder_of_its_own_where_none_is_set_or_it_is_blank(lab
     assert "/fake-results/" in (TOP / ".gitignore").read_text().split()
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
     process = lab.start(RUN, "--fake")
     assert eventually(lambda: (lab.out / "health.json").exists(), 20)
@@ -348,9 +389,17 @@ def test_fake_ends_its_server_however_the_run_ends(lab, signum, status):
 
 @pytest.mark.parametrize("way", ["to the script alone", "to the group", "to both", "by timeout"])
 @pytest.mark.parametrize("number", range(2))
-def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves_nothing(lab, tmp_path, way, number):
-    moment = random.uniform(0.02, 7) if number else random.uniform(0.02, 0.5)  # the start is where imports are
-    command = ["timeout", "--preserve-status", "-s", "INT", f"{moment:.3f}"] if way == "by timeout" else []
+def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves_nothing(
+    lab, tmp_path, way, number
+):
+    moment = (
+        random.uniform(0.02, 7) if number else random.uniform(0.02, 0.5)
+    )  # the start is where imports are
+    command = (
+        ["timeout", "--preserve-status", "-s", "INT", f"{moment:.3f}"]
+        if way == "by timeout"
+        else []
+    )
     process = lab.start(*command, RUN, "--fake", start_new_session=True)
     if way != "by timeout":
         time.sleep(moment)
@@ -364,9 +413,14 @@ def test_ctrl_c_at_a_random_moment_exits_with_130_without_a_traceback_and_leaves
     assert "Traceback" not in out + err, (moment, err)
     assert "rror" not in err, (moment, err)
     left = subprocess.run(
-        ["ps", "-o", "args=", "-s", str(process.pid)], capture_output=True, encoding="utf-8", check=False
+        ["ps", "-o", "args=", "-s", str(process.pid)],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
     )
-    assert [line for line in left.stdout.splitlines() if "<defunct>" not in line] == [], moment  # ended, not yet reaped
+    assert [line for line in left.stdout.splitlines() if "<defunct>" not in line] == [], (
+        moment
+    )  # ended, not yet reaped
     assert not [name for name in lab.files() if name.endswith(".tmp")], moment
     assert not list(tmp_path.glob("voice-llm.*")), moment
 
@@ -382,12 +436,21 @@ def test_the_readmes_three_commands_compare_two_prompts(lab, tmp_path):
     (tmp_path / "prompt.txt").write_text("You answer the phone of a clinic. " * 200)
     (tmp_path / "shorter.txt").write_text("You answer the phone of a clinic. " * 100)
     lab.serve(prompt_ms=0.08, token_ms=4, silence=0.1)
-    for name in "run_all.sh", "sse.py", "report.py", *(path.name for path in TOP.glob("measure_*.py")):
+    for name in (
+        "run_all.sh",
+        "sse.py",
+        "report.py",
+        *(path.name for path in TOP.glob("measure_*.py")),
+    ):
         (tmp_path / name).symlink_to(TOP / name)
     del lab.env["VOICE_LLM_OUT"]
     for command in commands:
         process = lab.run("bash", "-c", command, cwd=tmp_path)
         assert process.returncode == 0, process.err
-    old, new = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("before", "after"))
+    old, new = (
+        json.loads((tmp_path / name / "report.json").read_text()) for name in ("before", "after")
+    )
     assert old["prompt_n_12docs"] > new["prompt_n_12docs"] + 500
-    assert re.search(rf"tokens, 12 docs +{old['prompt_n_12docs']} +{new['prompt_n_12docs']} +-", process.out)
+    assert re.search(
+        rf"tokens, 12 docs +{old['prompt_n_12docs']} +{new['prompt_n_12docs']} +-", process.out
+    )

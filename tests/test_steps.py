@@ -79,10 +79,14 @@ def test_step_2_keeps_every_line_and_every_fragment_with_its_time(lab):
     lab.run_ok("sse.py")
     raw = (lab.out / "sse_raw.txt").read_bytes()
     assert raw == (TESTS / "recorded" / "llama-server-b11434.txt").read_bytes()
-    chunks = [json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()]
+    chunks = [
+        json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()
+    ]
     assert all(set(chunk) == {"t_ms", "text"} for chunk in chunks)
     texts = [
-        json.loads(line[6:])["choices"][0]["delta"].get("content") for line in raw.split(b"\n") if b'"delta"' in line
+        json.loads(line[6:])["choices"][0]["delta"].get("content")
+        for line in raw.split(b"\n")
+        if b'"delta"' in line
     ]
     assert [chunk["text"] for chunk in chunks] == [text for text in texts if text]
     times = [chunk["t_ms"] for chunk in chunks]
@@ -94,7 +98,9 @@ def test_step_2_shows_the_answer(lab):
     lab.serve()
     lines = lab.run_ok("sse.py").out.splitlines()
     assert lines[0] == ANSWERS[BRING]
-    chunks = [json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()]
+    chunks = [
+        json.loads(line) for line in (lab.out / "chunks.jsonl").read_text("utf-8").splitlines()
+    ]
     assert lines[1].startswith(f"first token {chunks[0]['t_ms']:.1f} ms, whole answer ")
     assert lines[1].endswith(f", {len(chunks)} fragments")
 
@@ -300,7 +306,9 @@ def test_during_prefill_measures_what_the_next_caller_waits_with_one_batch_the_w
     assert list(result) == ["docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"]
     assert result["docs"] == len(DOCUMENTS)
     assert 100 <= result["closed_at_ms"] < 500
-    begin, asked = (at for at, path in zip(fake.times, fake.paths) if path == "/v1/chat/completions")
+    begin, asked = (
+        at for at, path in zip(fake.times, fake.paths) if path == "/v1/chat/completions"
+    )
     from_close = (asked - begin) * 1000 - result["closed_at_ms"]
     assert -50 < from_close < 300
     assert abs(result["next_ttft_ms"] - from_close - fake.sent_ms[1][0]) < 100
@@ -332,7 +340,9 @@ def test_the_fake_notices_no_hang_up_during_prefill_while_somebody_looks_at_the_
 # ---------------------------------------------------------------------------- a prompt of one's own
 
 
-def test_a_system_prompt_and_a_question_of_ones_own_are_sent_in_steps_2_to_6_in_place_of_the_labs(lab, tmp_path):
+def test_a_system_prompt_and_a_question_of_ones_own_are_sent_in_steps_2_to_6_in_place_of_the_labs(
+    lab, tmp_path
+):
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbf\n Speak like a pirate.\r\nBe short. \n\n")
     lab.env["VOICE_LLM_SYSTEM"] = str(tmp_path / "prompt.txt")
     lab.env["VOICE_LLM_QUESTION"] = "Où est la clinique ?"
@@ -344,11 +354,15 @@ def test_a_system_prompt_and_a_question_of_ones_own_are_sent_in_steps_2_to_6_in_
     assert_sent(fake, *[body(pirate, ask, 64, False)] * 6)
     fake.requests.clear()
     lab.run_ok("measure_prefill.py")
-    assert_sent(fake, *(body("\n\n".join([pirate, *DOCUMENTS[:n]]), ask, 32, False) for n in (0, 4, 12)))
+    assert_sent(
+        fake, *(body("\n\n".join([pirate, *DOCUMENTS[:n]]), ask, 32, False) for n in (0, 4, 12))
+    )
     fake.requests.clear()
     lab.run_ok("measure_cache.py", "--changed-suffix")
     systems = [prompt, prompt, f"{prompt}\nCurrent time: 14:05.", f"Current time: 14:05. {prompt}"]
-    assert_sent(fake, body(None, "hi", 4, True), *(body(system, ask, 32, True) for system in systems))
+    assert_sent(
+        fake, body(None, "hi", 4, True), *(body(system, ask, 32, True) for system in systems)
+    )
     fake.requests.clear()
     lab.run_ok("measure_sentence.py")
     assert_sent(fake, body(pirate, ask, 120, False))
@@ -376,8 +390,22 @@ SCRIPTS = [*STEPS, "report.py"]
 def test_help_tells_the_step_and_the_settings_on_80_columns_without_the_network(lab, script):
     lab.env["VOICE_LLM_URL"] = "http://127.0.0.1:9"
     process = lab.run_ok(script, "--help")
-    words = "Step ", "URL", "OUT", "KB", "SYSTEM", "QUESTION", "TIMEOUT", "default http://127.0.0.1:8080"
-    for word in (*words, "default /root/voice/llm", "default /opt/lab/fixtures/voice/kb", "default 120"):
+    words = (
+        "Step ",
+        "URL",
+        "OUT",
+        "KB",
+        "SYSTEM",
+        "QUESTION",
+        "TIMEOUT",
+        "default http://127.0.0.1:8080",
+    )
+    for word in (
+        *words,
+        "default /root/voice/llm",
+        "default /opt/lab/fixtures/voice/kb",
+        "default 120",
+    ):
         assert word in process.out
     assert STEPS.get(script, "report.json") in process.out
     assert max(map(len, process.out.splitlines())) <= 80
@@ -397,7 +425,9 @@ def test_every_script_can_be_executed():
 
 
 @pytest.mark.parametrize("script", STEPS)
-def test_a_pipe_gets_the_table_and_the_file_on_stdout_and_progress_with_its_figure_on_stderr(lab, script):
+def test_a_pipe_gets_the_table_and_the_file_on_stdout_and_progress_with_its_figure_on_stderr(
+    lab, script
+):
     lab.serve(token_ms=4)
     process = lab.run_ok(script)
     assert process.out.rstrip().endswith(str(lab.out / STEPS[script]))
@@ -405,7 +435,9 @@ def test_a_pipe_gets_the_table_and_the_file_on_stdout_and_progress_with_its_figu
     if script == "sse.py":
         assert process.err == f"asking: {BRING}\n"
     else:
-        assert all(re.search(r"^\S.* \.\.\. .*\d ms", line) for line in process.err.splitlines()), process.err
+        assert all(re.search(r"^\S.* \.\.\. .*\d ms", line) for line in process.err.splitlines()), (
+            process.err
+        )
 
 
 def on_a_terminal(lab, *command):
@@ -440,12 +472,20 @@ FIGURES = {
 @pytest.mark.parametrize("script", FIGURES)
 def test_on_a_terminal_each_figure_appears_once_in_the_line_that_said_what_was_asked(lab, script):
     early = "--during-prefill" in script
-    lab.serve(prompt_ms=0.3 if early else 0.1, token_ms=7.3, fault="paced" if script == "measure_ttft.py" else None)
+    lab.serve(
+        prompt_ms=0.3 if early else 0.1,
+        token_ms=7.3,
+        fault="paced" if script == "measure_ttft.py" else None,
+    )
     shown = on_a_terminal(lab, *script.split())
     values = FIGURES[script](lab.read("cancel_prefill.json" if early else STEPS[script]))
     texts = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in values]
     for text in texts:
-        lines = [line for line in shown.splitlines() if re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.])", line)]
+        lines = [
+            line
+            for line in shown.splitlines()
+            if re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.])", line)
+        ]
         lines = [line for line in lines if not line.startswith("p50")]
         assert len(lines) == texts.count(text), shown
         assert all(" ... " in line for line in lines)
@@ -463,7 +503,10 @@ def test_a_step_run_alone_beside_a_report_says_that_the_report_is_older(lab):
     lab.run_ok("measure_sentence.py")
     lab.write_earlier()
     process = lab.run_ok("measure_sentence.py")
-    assert process.err.splitlines()[-1] == "note: report.json still has the earlier figures: run report.py"
+    assert (
+        process.err.splitlines()[-1]
+        == "note: report.json still has the earlier figures: run report.py"
+    )
     lab.env["VOICE_LLM_RUN_ALL"] = "yes"
     assert "report" not in lab.run_ok("measure_sentence.py").err
 
@@ -478,7 +521,9 @@ def test_files_are_indented_utf_8_with_characters_as_they_are(lab):
 
 def test_a_path_in_another_script_is_shown_as_characters_on_an_ascii_terminal(lab, tmp_path):
     lab.serve()
-    lab.env.update(VOICE_LLM_OUT=str(tmp_path / "結果"), LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    lab.env.update(
+        VOICE_LLM_OUT=str(tmp_path / "結果"), LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
+    )
     process = lab.run_ok("measure_sentence.py")
     assert (tmp_path / "結果" / "sentence.json").exists()
     assert "\\u7d50\\u679c" in process.out
@@ -496,7 +541,10 @@ def test_the_product_imports_the_standard_library_and_itself_only():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert name in own or standard is None or name.partition(".")[0] in standard, (path.name, name)
+                assert name in own or standard is None or name.partition(".")[0] in standard, (
+                    path.name,
+                    name,
+                )
 
 
 def test_the_suite_measures_what_the_fake_was_told_to_take(lab):

@@ -51,7 +51,9 @@ def test_a_connection_that_stays_open_after_done_is_not_waited_for(lab):
 def test_a_text_of_unusual_characters_or_length_arrives_whole(lab, fault, text):
     lab.serve(fault=fault)
     lab.run_ok("measure_sentence.py")
-    assert lab.read("sentence.json")["text"].encode("utf-16", "surrogatepass").decode("utf-16") == text
+    assert (
+        lab.read("sentence.json")["text"].encode("utf-16", "surrogatepass").decode("utf-16") == text
+    )
 
 
 def test_what_a_model_says_can_not_steer_the_terminal(lab):
@@ -181,8 +183,16 @@ def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None, total
         ({"prompt_ms": 1000.0, "predicted_ms": 1101.0}, {}, {"answer"}),
         ({"prompt_ms": 1000.0, "predicted_ms": 899.0}, {}, {"answer"}),
         ({"prompt_ms": 1000.0, "predicted_ms": 901.0}, {}, set()),
-        ({"prompt_ms": 1000.0, "predicted_ms": 1500.0}, {"total": 2500.0}, set()),  # the last token has no text
-        ({"prompt_ms": 1000.0, "predicted_ms": 1000.0}, {"total": 2500.0}, set()),  # [DONE] may be late
+        (
+            {"prompt_ms": 1000.0, "predicted_ms": 1500.0},
+            {"total": 2500.0},
+            set(),
+        ),  # the last token has no text
+        (
+            {"prompt_ms": 1000.0, "predicted_ms": 1000.0},
+            {"total": 2500.0},
+            set(),
+        ),  # [DONE] may be late
         ({"prompt_ms": 1000.0, "predicted_ms": 149.0}, {"chunks": (1000.0, 1100.0)}, set()),
         ({"prompt_ms": 1000.0, "predicted_ms": 151.0}, {"chunks": (1000.0, 1100.0)}, {"answer"}),
         ({}, {"chunks": (1000.0,) * 8}, {"answer"}),
@@ -194,16 +204,22 @@ def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None, total
         ({"prompt_ms": 1000.0}, {"chunks": (1200.0, 2000.0), "first": 1000.0}, {"reasoning"}),
     ],
 )
-def test_a_gap_to_the_servers_clock_is_noted_above_50_ms_and_a_tenth(monkeypatch, timings, times, notes):
+def test_a_gap_to_the_servers_clock_is_noted_above_50_ms_and_a_tenth(
+    monkeypatch, timings, times, notes
+):
     assert looked_back(monkeypatch, timings, **times) == notes
 
 
 @pytest.mark.parametrize("fault", [None, "buffered"])
-def test_an_answer_can_be_stopped_by_whoever_iterates_and_what_is_in_the_buffer_does_not_count(lab, monkeypatch, fault):
+def test_an_answer_can_be_stopped_by_whoever_iterates_and_what_is_in_the_buffer_does_not_count(
+    lab, monkeypatch, fault
+):
     fake = lab.serve(token_ms=10, fault=fault)
     monkeypatch.setenv("VOICE_LLM_URL", fake.url)
     texts = []
-    with sse.Answer([{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]) as answer:
+    with sse.Answer(
+        [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
+    ) as answer:
         for chunk in answer:
             texts.append(chunk["text"])
             if len(texts) == 3:
@@ -221,7 +237,10 @@ def costs(*runs, rounds):
     """The least processor time a fragment of each of `runs`, (reader, count), of several rounds in turn."""
     with bench_lag.server() as port:
         return [
-            min(times) for times in zip(*([bench_lag.cpu_us(read, port, n) for read, n in runs] for _ in range(rounds)))
+            min(times)
+            for times in zip(
+                *([bench_lag.cpu_us(read, port, n) for read, n in runs] for _ in range(rounds))
+            )
         ]
 
 
