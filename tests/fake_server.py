@@ -329,7 +329,11 @@ class Wire(http.server.BaseHTTPRequestHandler):
         self.received = self.last_look = time.perf_counter()
         self.closed_ms, self.cancel_logged = None, False
         fake = self.server.fake
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has left in the middle of its request
+            self.close_connection = True
+            return
         if self.path != "/v1/chat/completions":
             self.error(404, "not_found_error", "File Not Found")
             return
