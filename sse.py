@@ -10,7 +10,7 @@
                             health.json   what /health answered
                             props.json    what /props answered
 
-Every measure_*.py builds on this module. What is no measurement is a Failure.
+Every measure_*.py builds on this module.
 """
 
 import argparse
@@ -41,8 +41,8 @@ SETTINGS = {  # name: (default, what it is)
     "VOICE_LLM_QUESTION": ("", "your caller's question; for --call, several lines"),
     "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for an answer or a slot"),
 }
-SIMULATED = "simulated: a fake server without a model"  # the model_path of tests/fake_server.py
-MAX_BYTES = 8 * 2**20  # of a line, of an answer: no llama-server sends more
+SIMULATED = "simulated: a fake server without a model"  # its model_path
+MAX_BYTES = 8 * 2**20  # no llama-server sends a longer line
 HTTP_ERRORS = (OSError, ValueError, OverflowError, http.client.HTTPException)
 CHAT, DONE = "/v1/chat/completions", b"[DONE]"
 LOG, IS_IT = "look at the server's log", "is it a llama-server?"
@@ -72,7 +72,7 @@ def setting(name):
 
 
 def timeout():
-    """VOICE_LLM_TIMEOUT in seconds, a float. Raises Failure where it is none."""
+    """VOICE_LLM_TIMEOUT in seconds. Raises Failure where it is none."""
     text = setting("VOICE_LLM_TIMEOUT")
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= 1e6:
@@ -81,16 +81,15 @@ def timeout():
 
 
 def address():
-    """(host, port, path prefix) of VOICE_LLM_URL. Raises Failure where it is none."""
-    text, wrong = setting("VOICE_LLM_URL"), "it must start with http://"
+    """(host, port, path prefix) of VOICE_LLM_URL. Raises Failure."""
+    text, wrong = setting("VOICE_LLM_URL"), "start with http://"
     if text.lower().startswith("http://"):
-        wrong = "it needs a host, a port below 65536, and no user, password, space, ? or #"
+        wrong = "have a host, a port below 65536, and no user, password, space, ? or #"
         with contextlib.suppress(ValueError):  # a port that is not a number
             url = urlsplit(text)
             if url.hostname and all("!" <= c <= "~" and c not in "@?#" for c in text):
                 return url.hostname, 80 if url.port is None else url.port, url.path.rstrip("/")
-    shown = "" if "@" in text else f" is {text!r}"  # a password is not shown
-    raise Failure(f"VOICE_LLM_URL{shown}: {wrong}, e.g. http://127.0.0.1:8080")
+    raise Failure(f"VOICE_LLM_URL must {wrong}, e.g. http://127.0.0.1:8080")
 
 
 def url_of(path):
@@ -99,7 +98,7 @@ def url_of(path):
 
 
 def headers():
-    """The headers of every request. Raises Failure where VOICE_LLM_API_KEY fits into none."""
+    """The headers of every request. Raises Failure where the key can't be in one."""
     key = setting("VOICE_LLM_API_KEY")
     if not all(" " <= c <= "~" for c in key):
         raise Failure("VOICE_LLM_API_KEY has a line end or non-ASCII: set it to the key alone")
@@ -108,7 +107,7 @@ def headers():
 
 
 def questions(*defaults):
-    """The lines of VOICE_LLM_QUESTION, a list; `defaults` where it is unset. Raises Failure."""
+    """The lines of VOICE_LLM_QUESTION, or `defaults` → [str, …]. Raises Failure."""
     try:
         text = os.fsencode(setting("VOICE_LLM_QUESTION")).decode("utf-8")
     except UnicodeError:
@@ -117,7 +116,7 @@ def questions(*defaults):
 
 
 def read_text(path, what_to_do):
-    """The text of a UTF-8 file, with or without a BOM, stripped. Raises Failure, `what_to_do`."""
+    """The stripped text of a UTF-8 file. Raises Failure, with `what_to_do`."""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait
             raise OSError("not a file")
@@ -130,7 +129,7 @@ def read_text(path, what_to_do):
 
 
 def system_prompt(default):
-    """The text of the file VOICE_LLM_SYSTEM; `default` where that is unset. Raises Failure."""
+    """The text of the file VOICE_LLM_SYSTEM, or `default`. Raises Failure."""
     path, hint = setting("VOICE_LLM_SYSTEM"), "set VOICE_LLM_SYSTEM to a UTF-8 text, or unset it"
     text = read_text(path, hint) if path else default
     if not text:
@@ -150,10 +149,8 @@ ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the firs
     ((301, 302, 303, 307, 308), "", f"this is a redirect: {ITSELF}"),
     ((401, 403), "", f"set VOICE_LLM_API_KEY to its key, start it without --api-key, or {ITSELF}"),
     ((200, 404, 405), "", "is this a llama-server, and VOICE_LLM_URL its address without a path?"),
-    ((413,), "", f"a proxy refuses a prompt of this size: raise its limit, or {ITSELF}"),
-    ((429,), "", f"a proxy limits the number of requests: wait, or {ITSELF}"),
-    ((501,), "slots", "start llama-server without --no-slots, or an old one with --slots"),
-    ((501,), "does not support", "restart llama-server as its message says"),
+    ((413, 429), "", f"a proxy limits the size or the number of requests: raise that, or {ITSELF}"),
+    ((501,), "", "restart llama-server as its message says (for slots: without --no-slots)"),
     ((503,), "loading", "wait until the model is loaded, and run this again"),
     ((502, 503, 504), "", f"a proxy can't reach llama-server: start it, or {ITSELF}"),
     ((), "", LOG),
@@ -161,7 +158,7 @@ ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the firs
 
 
 def refusal(path, did, data, status=None):
-    """The message for what a server did ("answered 503", say) and said: `data`, bytes."""
+    """The message for what a server did ("answered 503", say) and said: `data`."""
     text = data.decode("utf-8", "replace").lower().replace("_", " ")
     hints = (hint for at, says, hint in ADVICE if (not at or status in at) and says in text)
     return f"{url_of(path)} {did}: {error_text(data)}: {next(hints)}"
@@ -181,7 +178,7 @@ def error_text(data):
         title = text.partition("<title>")[2].partition("</title>")[0]
         found = f"a web page, {title}" if title else text
     for key in "error", "message", "detail", "text":
-        found = isinstance(found, dict) and found.get(key) or found
+        found = (isinstance(found, dict) and found.get(key)) or found
     found = found if isinstance(found, str) else json.dumps(found)
     if key := setting("VOICE_LLM_API_KEY"):
         found = found.replace(key, "***")
@@ -196,11 +193,8 @@ def reason(error):
 class Request:
     """One request on a connection of its own, with one deadline for all of it. Use it in a `with`.
 
-    start         the clock() just before it was sent, on an open connection
-    response      http.client's, after open(); None where none came
-    closed_at_ms  when close() was called, milliseconds from start; None before
-    late          whether the deadline closed it, `seconds` after start
-    cause         why the connection ended, where http.client tells
+    start is the clock() just before it was sent, response http.client's after open(), closed_at_ms
+    the time of close(), late whether the deadline closed it, cause why the connection ended.
     """
 
     def __init__(self, method, path, seconds, body=None):
@@ -376,12 +370,14 @@ class Answer(Request):
     def _check_headers(self):
         """Raise Failure where what comes is no event stream."""
         status, media_type = self.response.status, self.response.getheader("Content-Type", "")
-        if status != 200 or (media_type and "text/event-stream" not in media_type.lower()):
-            did, data = f"answered with {media_type}, not an event stream", b""
+        did = f"answered {status}" if status != 200 else ""
+        if media_type and "text/event-stream" not in media_type.lower():
+            did = did or f"answered with {media_type}, not an event stream"
+        if did:
+            data = b""
             self._socket.settimeout(1)  # the first part will do: the rest may never come
             with contextlib.suppress(*HTTP_ERRORS):
                 data = self.response.read1(65536)
-            did = did if status == 200 else f"answered {status}"
             raise Failure(refusal(CHAT, did, data, status))
         coding = self.response.getheader("Content-Encoding", "identity")
         if coding.lower() != "identity":
@@ -406,12 +402,12 @@ class Answer(Request):
         if event.get("error") or not event.keys() & {"choices", "timings", "usage"}:
             got = plural(self.received, "fragment")
             raise Failure(refusal(CHAT, f"reported an error after {got}", data))
-        if (content or thought) and self.first_token_ms is None:
-            self.first_token_ms = self._ms(at)
+        if content or thought:
+            self._final_timings = False
+            if self.first_token_ms is None:
+                self.first_token_ms = self._ms(at)
         if isinstance(timings, dict):  # they may be on every event: the last ones count
-            self.timings = timings
-        if content or thought or isinstance(timings, dict):
-            self._final_timings = not (content or thought)
+            self.timings, self._final_timings = timings, not (content or thought)
         self.finish_reason = self.finish_reason or choice.get("finish_reason")
         return content
 
@@ -425,11 +421,10 @@ class Answer(Request):
                     f"{got} after {self.seconds:g} s: {LOG}, or allow more with VOICE_LLM_TIMEOUT"
                 )
             return f"{got} before the connection ended ({self.cause or 'no more came'}): {again}"
-        end = f"finish_reason {self.finish_reason!r:.40}" if self.finish_reason else ""
-        if not end and not self._final_timings:
-            end = "no finish_reason"
-        if end and self.finish_reason not in ("stop", "length"):
-            return f"the answer was cut short: [DONE] after {got} with {end}: {again}"
+        whole = self.finish_reason in ("stop", "length")
+        if not whole and (self.finish_reason or not self._final_timings):
+            end = f"finish_reason {self.finish_reason!r:.40}"
+            return f"the answer was cut short: [DONE] after {got}, {end}: {again}"
         if self.received:
             return ""
         if self.first_token_ms is not None:
@@ -442,12 +437,13 @@ class Answer(Request):
     def _warm(self):
         """What came from a cache that was to be off; "" where nothing did."""
         cached, computed = (number(self.timings, key) for key in ("cache_n", "prompt_n"))
-        what, words = f"{cached} tokens of the prompt", self._prompt_words
+        what, words = f"{cached} tokens", self._prompt_words
         if cached is None and computed is not None and computed < words / 2:
-            cached = True  # since a prompt has about as many tokens as words, or more
-            what = f"{computed} tokens were computed for {words} words: the rest"
-        warm = cached and not self.cache_prompt
-        return f"{what} came from a cache, though cache_prompt is false: {ITSELF}" if warm else ""
+            what = f"all but {plural(computed, 'token')} for {words} words"  # one a word, or more
+            cached = True
+        if self.cache_prompt or not cached:
+            return ""
+        return f"{what} of the prompt came from a cache, though cache_prompt is false: {ITSELF}"
 
 
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None, **fields):
@@ -465,9 +461,9 @@ def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None, **fields):
 
 def chat(system, *said):
     """The messages of a call: system prompt, then what caller and assistant said, in turn."""
-    roles = itertools.cycle(("user", "assistant"))
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
-    return [{"role": "system", "content": system}, *messages]
+    turns = zip(itertools.cycle(("user", "assistant")), said)
+    messages = [("system", system), *turns]
+    return [{"role": role, "content": text} for role, text in messages]
 
 
 def is_number(value):
@@ -482,11 +478,10 @@ def number(timings, key):
 
 def required_timing(timings, key):
     """The same; a count, *_n, is whole. Raises Failure where there is none."""
-    value, whole = number(timings, key), "whole " * key.endswith("_n")
-    if value is not None and not (whole and value != int(value)):
+    value = number(timings, key)
+    if value is not None and (value == int(value) or not key.endswith("_n")):
         return value
-    found = f"have {timings.get(key)!r:.40} as {key}, not a {whole}number from 0 up"
-    found = f"lack {key}" if timings.get(key) is None else found
+    found = f"have {timings[key]!r:.40} as {key}" if timings.get(key) is not None else f"lack {key}"
     raise Failure(f"the server's timings {found}: {IS_IT}")
 
 
@@ -521,26 +516,22 @@ def note_content(answer, chunks):
 
 
 def note_clocks(answer, chunks, behind_hang_up=False):
-    """Note what the server's own clock does not explain; behind a hang-up, a wait is no news."""
+    """Note what the server's clock does not explain; behind a hang-up, a wait is no news."""
     first, last = answer.first_token_ms, chunks[-1]["t_ms"]
     prompt_ms, predicted_ms = (number(answer.timings, key) for key in ("prompt_ms", "predicted_ms"))
-    causes = "the network, or a suspended process"
-
-    def compare(did, took, by_server):
-        gap = abs(took - by_server)
-        if gap > max(50, 0.1 * took):
-            times = f"{took:.0f} ms, but {by_server:.0f} by the server's clock ({gap:.0f} ms apart)"
-            note(did, f"{did} {times}: {causes}", gap)
-
+    pairs, queue, buffers = [], "another request in front (a queue)", "a proxy that buffers"
     if prompt_ms is not None and not behind_hang_up:
-        causes = f"another request in front (a queue), {causes}"
-        compare("a first token took", first, prompt_ms)
-    causes = "a proxy that buffers, the network, or a suspended process"
+        pairs.append(("a first token took", first, prompt_ms, queue))
     if predicted_ms is not None:  # the last token may have no text, and [DONE] may be late
         took = min(max(predicted_ms, last - first), answer.total_ms - first)
-        compare("an answer came in", took, predicted_ms)
+        pairs.append(("an answer came in", took, predicted_ms, buffers))
     elif len(chunks) >= 8 and last - chunks[0]["t_ms"] <= 1:
-        note("buffered", f"all {len(chunks)} fragments came within 1 ms: {causes}")
+        note("burst", f"all {len(chunks)} fragments came within 1 ms: {buffers}, or the network")
+    for did, took, servers, cause in pairs:
+        gap = abs(took - servers)
+        if gap > max(50, 0.1 * took):
+            times = f"{took:.0f} ms, but {servers:.0f} by the server's clock ({gap:.0f} ms apart)"
+            note(did, f"{did} {times}: {cause}, the network, or a suspended process", gap)
 
 
 def note_neighbour():
@@ -593,8 +584,7 @@ def wait_idle(required=False):
 
 # ---- the server
 def server_of(props):
-    """What the JSON of /props tells → {"model": path, "context": n_ctx, "slots": …, "build": …},
-    as far as it does."""
+    """What the JSON of /props tells → {"model": path, "build", "slots", "context": n_ctx}."""
     props, found = parsed(props), {}
     with contextlib.suppress(AttributeError):  # where it is not of llama-server's shape
         found["model"], found["build"] = props.get("model_path"), props.get("build_info")
@@ -611,7 +601,7 @@ def server_of_results():
 
 
 def check_same_server():
-    """One folder, one server: raise Failure where props.json in the folder is of another one."""
+    """Raise Failure where the results in the folder are of another server."""
     old = server_of_results()
     with contextlib.suppress(NoAnswer):
         new = server_of(get("/props", min(10, timeout()))[1]) if old else {}
@@ -623,15 +613,15 @@ def check_same_server():
 
 
 def check_not_mixed(props):
-    """Raise Failure where simulated and real results would meet in the folder."""
+    """Raise Failure where simulated and real results would meet."""
     old, new = (of.get("model") == SIMULATED for of in (server_of_results(), server_of(props)))
     if old != new and any(name.endswith((".json", ".jsonl")) for name in os.listdir(result_path())):
-        hint = "set VOICE_LLM_OUT to another folder"
-        raise Failure(f"{result_path()} holds {'' if old else 'un'}simulated results: {hint}")
+        kind = "simulated results" if old else "results that are not simulated"
+        raise Failure(f"{result_path()} holds {kind}: set VOICE_LLM_OUT to another folder")
 
 
 def wait_ready():
-    """Wait until the model is loaded → [body of /health, body of /props]. Raises Failure."""
+    """Wait until the model is loaded → [body of /health, of /props]. Raises Failure."""
     begin, limit, told = clock(), timeout(), False
     while True:
         try:
@@ -664,7 +654,7 @@ def result_path(name=""):
 
 
 def prepare(new_server=False):
-    """Check settings, folder and server: better to fail now than after the measurement."""
+    """Check settings, folder and server, better now than after the measurement."""
     check_settings()
     try:
         os.makedirs(result_path(), exist_ok=True)
@@ -689,8 +679,8 @@ def save(files):
         for path, name in temporary.items():
             os.replace(name, path)
     except OSError as error:
-        hint = "make room for it, or set VOICE_LLM_OUT"
-        raise Failure(f"can't write {path} ({reason(error)}): {hint}") from None
+        why = f"can't write {path} ({reason(error)})"
+        raise Failure(f"{why}: make room, or set VOICE_LLM_OUT") from None
     finally:
         for name in temporary.values():
             with contextlib.suppress(OSError):
@@ -711,7 +701,7 @@ def printable(text):
 
 
 def say(text, end="\n"):
-    """Tell on stderr what is going on, whether or not somebody can read it."""
+    """Tell on stderr what is going on, whether or not somebody reads it."""
     say.open = end != "\n"
     try:
         if sys.stderr:
@@ -721,7 +711,7 @@ def say(text, end="\n"):
 
 
 def write_result(name, result, table, summary=()):
-    """Save a step's `result`, and print; no table on a terminal, where progress has shown it."""
+    """Save and print a step's `result`; on a terminal, progress has shown the table."""
     save({result_path(name): result})
     seen = all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr))
     wrote = f"wrote {printable(result_path(name))}"
@@ -746,8 +736,8 @@ def run(main):
     1; Ctrl-C and SIGTERM are 130 and 143."""
 
     def on_signals(handler):
-        signal.signal(signal.SIGINT, handler)
-        signal.signal(signal.SIGTERM, handler)
+        for signum in signal.SIGINT, signal.SIGTERM:
+            signal.signal(signum, handler)
 
     def stop(signum, frame):
         on_signals(signal.SIG_IGN)  # a second one must not interrupt the cleaning up
