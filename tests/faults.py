@@ -104,7 +104,7 @@ def hung_up(received):
 
 
 def tested_in(*files):
-    """A test of its own in each of `files` uses it."""
+    """Nothing that fits a row: a test in each of `files` uses it by its name."""
     return Expected("tested in", files)
 
 
@@ -405,29 +405,25 @@ chat("figures_alone",
      HARMLESS)
 chat("comments", "comments before, between and after the events, also at once after the headers",
      stream(b":\n\n: keep-alive\n\n", each(lambda e: [e, b":\n\n: data: {not an event}\n"]), DONE),
-     HARMLESS, tested_in("test_streams.py"))
+     HARMLESS)
 chat("bytewise", "every byte of the first ten events in an HTTP chunk of its own",
      stream(first(10, lambda e: bytewise(data(e))), REST, DONE), HARMLESS)
-chat("batched", "three tokens in one event", stream(through(batched), DONE), HARMLESS,
-     tested_in("test_steps.py"))
+chat("batched", "three tokens in one event", stream(through(batched), DONE), HARMLESS)
 chat("two_in_a_chunk", "two events in one HTTP chunk",
      stream(through(two_in_a_chunk), DONE), HARMLESS)
 chat("empty_contents",
      "content that is null, empty or missing between the tokens, and no choices at all",
      stream(each(lambda e: [*EMPTY, e]), DONE), HARMLESS)
 chat("timings_apart", "the timings on one more event without choices",
-     stream(last(lambda e: [without("timings", e), dict(e, choices=[])]), DONE), HARMLESS,
-     tested_in("test_steps.py"))
+     stream(last(lambda e: [without("timings", e), dict(e, choices=[])]), DONE), HARMLESS)
 chat("timings_per_token", "timings on every event: the last ones count",
-     stream(each(lambda e: [{"timings": dict.fromkeys(TIMINGS, 1), **e}]), DONE), HARMLESS,
-     tested_in("test_steps.py"))
+     stream(each(lambda e: [{"timings": dict.fromkeys(TIMINGS, 1), **e}]), DONE), HARMLESS)
 chat("no_last_newline", "[DONE] without a newline, and the connection ends",
      stream(REST, b"data: [DONE]", framing="close"), HARMLESS)
 chat("connection_close", "Connection: close, no length, and Content-Encoding: Identity",
      raw(STREAM_HEAD + b"Identity\r\nConnection: close\r\n\r\n", REST, DONE), HARMLESS)
 chat("http_1_0", "HTTP/1.0", stream(REST, DONE, framing="close", version="HTTP/1.0"), HARMLESS)
-chat("late_done", "[DONE] 100 ms after everything else", stream(REST, pause(0.1), DONE), HARMLESS,
-     tested_in("test_streams.py"))
+chat("late_done", "[DONE] 100 ms after everything else", stream(REST, pause(0.1), DONE), HARMLESS)
 chat("no_content_type", "no Content-Type header", stream(REST, DONE, kind=None), HARMLESS)
 chat("open_after_done",
      "the connection stays open and silent after [DONE], without even a blank line",
@@ -451,7 +447,7 @@ chat("long_line", "one line of 3 MB", answering("Long. ", "x" * 3_000_000),
      tested_in("test_streams.py"))
 chat("long_answer", "thirty fragments of 8 kB, and after [DONE] the connection stays open",
      stream(first(1), *["x" * 8000, pause(0.01)] * 30, NO_TOKENS, DONE, SILENCE),
-     noted("no sentence ended"), tested_in("test_steps.py"))
+     noted("no sentence ended"))
 chat("half_surrogates", "a character cut in two halves of a surrogate pair, one an event",
      answering("Fine \ud83d", "\ude00. Bye."), tested_in("test_streams.py"))
 chat("terminal_codes",
@@ -480,8 +476,7 @@ chat("timings_early", "a prompt that took longer than the answer",
      with_timings(lambda t: {**t, "prompt_ms": 90_000.0}),
      noted("a first token took ", "90000 by the server's clock", by=TTFT))
 chat("buffered", "a proxy that holds everything back until the end", stream(through(list), DONE),
-     noted("an answer came in ", " by the server's clock", "buffers", "suspended"),
-     tested_in("test_streams.py"))
+     noted("an answer came in ", " by the server's clock", "buffers", "suspended"))
 chat("slow_line", "an answer that takes longer than the server took",
      with_timings(lambda t: {**t, "predicted_ms": 1.0}),
      noted("an answer came in ", " by the server's clock"))
@@ -500,17 +495,16 @@ chat("deaf", "a relay that swallows the hang-up: the server goes on to the end",
 # ------------------------------------------------------------ the cache is on
 chat("cache_always", "a proxy that drops cache_prompt, so that the cache stays on",
      asked_for(cache_prompt=True),
-     fails("from a cache", "cache_prompt is false", by=(TTFT, PREFILL)),
-     tested_in("test_faults.py"))
+     fails("from a cache", "cache_prompt is false", by=(TTFT, PREFILL)))
 chat("cache_always_untold", "the cache stays on, and the timings have no cache_n",
      asked_for(with_timings(lambda t: without("cache_n", t)), cache_prompt=True),
      fails("1 token computed of a prompt of 17 words", "came from a cache",
-           "cache_prompt is false"), tested_in("test_faults.py"))
+           "cache_prompt is false"))
 chat("cache_partly_untold",
      "a third of the prompt from a cache after the first request, and no cache_n", partly_cached,
      fails("59, 39, 39, 39, 39 tokens", "the KV cache was on"))
 chat("cached_untold", "timings without cache_n", with_timings(lambda t: without("cache_n", t)),
-     noted("nobody knows whether the cache was off", by=PREFILL), tested_in("test_faults.py"))
+     noted("nobody knows whether the cache was off", by=PREFILL))
 chat("everything_kept_untold", "one token computed of every prompt, and no cache_n",
      with_timings(lambda t: without("cache_n", {**t, "prompt_n": 1, "predicted_n": 1})),
      fails("first was answered from a cache already", by=CACHE))
@@ -575,8 +569,7 @@ chat("compressed", "a body that a proxy has compressed with gzip",
 
 # ------------------------------------------------------------ cut off
 chat("cut_between_chunks", "the connection ends between two HTTP chunks", stream(FIVE, HANG_UP),
-     fails("the connection ended after 4 fragments, before [DONE]", by=(TTFT, CANCEL)),
-     tested_in("test_steps.py"))
+     fails("the connection ended after 4 fragments, before [DONE]", by=(TTFT, CANCEL)))
 chat("cut_inside_line", "the connection ends inside a line",
      stream(FIVE, unframed(b'ff\r\ndata: {"choices": [{"del'), HANG_UP), fails("before [DONE]"))
 chat("cut_close", "the connection ends inside a line of a body without a length",
@@ -608,14 +601,13 @@ chat("short", "an answer of three tokens", stream(first(4), finish("stop"), DONE
 # ------------------------------------------------------------ for ever
 chat("silence", "no headers, nothing, for ever", raw(SILENCE), for_ever("no answer"),
      void("had not answered", "too far away", "refuse"),
-     void("had not accepted", "too far away", "refuse", by=EARLY),
-     tested_in("test_steps.py", "test_faults.py"))
+     void("had not accepted", "too far away", "refuse", by=EARLY))
 chat("silence_after_headers", "headers, and then nothing for ever", stream(SILENCE),
      for_ever("0 fragments"), void("prefill", "KV cache"))
 chat("silence_after_role", "headers and the role, and then nothing for ever",
      stream(first(1), SILENCE), void("prefill", "KV cache"))
 chat("only_comments", "a comment every 20 ms for ever", stream(forever(b":\n\n")),
-     for_ever("0 fragments"), void("prefill", "KV cache"), tested_in("test_faults.py"))
+     for_ever("0 fragments"), void("prefill", "KV cache"))
 chat("reasoning_for_ever", "reasoning every 20 ms for ever", stream(ROLE, forever(HMM)),
      void("only reasoning", "--reasoning-budget 0"),
      void("the first token came before the close", by=EARLY))
@@ -687,7 +679,7 @@ chat("only_reasoning", "an answer of nothing but reasoning",
 # ------------------------------------------------------------ timings
 chat("no_timings", "no timings at all", stream(last(lambda e: [without("timings", e)]), DONE),
      fails("the server's timings lack p", by=(TTFT, PREFILL, CACHE)),
-     noted("nobody knows whether the cache was off", by=STEP_2), tested_in("test_run_all.py"))
+     noted("nobody knows whether the cache was off", by=STEP_2))
 chat("timings_null", "timings that are null", with_timings(lambda t: None),
      fails("the server's timings lack predicted_n: is http://"))
 chat("timings_text", "timings that are a text", with_timings(lambda t: "fast"),
@@ -737,8 +729,7 @@ slots("slots_texts", "is_processing as a text",
       fails("/slots", "is this a llama-server", by=CANCEL))
 slots("slots_busy", "a slot that never becomes idle",
       states(lambda slot: dict(slot, is_processing=True)),
-      fails("still busy", "restart the server", by=(TTFT, CANCEL), limit=LIMIT),
-      tested_in("test_faults.py"))
+      fails("still busy", "restart the server", by=(TTFT, CANCEL), limit=LIMIT))
 slots("slots_silence", "no answer", raw(SILENCE), for_ever("/slots: no answer", by=(TTFT, CANCEL)))
 slots("slots_cached", "a proxy that caches: always idle",
       states(lambda slot: dict(slot, is_processing=False)),
@@ -762,7 +753,7 @@ slots("slots_two_at_work", "a second slot that works whenever the first does",
       lambda wire, slots: wire.json([*slots, dict(slots[0], id=1, id_task=7)]),
       void("2 requests were at work", "-np 1"))
 slots("slots_slow", "an answer that takes 300 ms once a client has hung up", slow_after,
-      noted("/slots took ", "ms to answer", "network", by=CANCEL), tested_in("test_faults.py"))
+      noted("/slots took ", "ms to answer", "network", by=CANCEL))
 slots("slots_slow_at_work", "no answer while a slot is at work", slow_at_work,
       void("/slots did not answer between the first token and the close"))
 
