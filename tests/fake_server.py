@@ -211,6 +211,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     framing = "chunked"  # or "length", "close": how the client knows where the body ends
+    closed_ms, task, cancel_logged = None, 0, False
 
     def log_message(self, *args):
         pass
@@ -239,9 +240,10 @@ class Wire(http.server.BaseHTTPRequestHandler):
             self.cancel()
 
     def event(self, value):
-        self.send(faults.data(value))
+        now = time.perf_counter()  # before it is sent: nobody has it earlier
         if faults.content(value):
-            self.server.fake.sent_ms[-1].append((time.perf_counter() - self.received) * 1000)
+            self.server.fake.sent_ms[-1].append((now - self.received) * 1000)
+        self.send(faults.data(value))
 
     def done(self):
         self.send(b"data: [DONE]\n\n")
@@ -272,7 +274,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
                 with contextlib.suppress(OSError):
                     if self.connection.recv(1, socket.MSG_PEEK):
                         raise RuntimeError("a second request before the first was answered")
-                if not self.closed_ms:
+                if self.command == "POST" and self.closed_ms is None:
                     self.closed_ms = (time.perf_counter() - self.received) * 1000
                     self.server.fake.closed_ms.append(self.closed_ms)
                 return True
@@ -308,7 +310,8 @@ class Wire(http.server.BaseHTTPRequestHandler):
         self.pause(3600)
 
     def cancel(self):
-        self.server.fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
+        if self.command == "POST":
+            self.server.fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
         raise ClientGone
 
     def reset(self):
@@ -321,15 +324,19 @@ class Wire(http.server.BaseHTTPRequestHandler):
         fake = self.server.fake
         fake.paths.append(self.path)
         fake.times.append(time.perf_counter())
-        if self.path == "/health" and time.perf_counter() < fake.ready_at:
+        if self.path == "/slots":
+            fake.last_result = fake.times[-1]
+        if fault := faults.of(fake.fault, self.path):
+            with contextlib.suppress(ClientGone):
+                fault(self, fake.slots())
+        elif self.path == "/health" and time.perf_counter() < fake.ready_at:
             self.error(503, "unavailable_error", "Loading model")
         elif self.path == "/health":
             self.json({"status": "ok"})
         elif self.path == "/props":
             self.json(fake.props())
         elif self.path == "/slots":
-            fake.last_result = time.perf_counter()
-            faults.SLOTS.get(fake.fault, faults.slots)(self, fake.slots())
+            self.json(fake.slots())
         else:
             self.error(404, "not_found_error", "File Not Found")
 
@@ -338,7 +345,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
         self.closed_ms, self.cancel_logged = None, False
         fake = self.server.fake
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path != "/v1/chat/completions":
+        if self.path != faults.CHAT:
             self.error(404, "not_found_error", "File Not Found")
             return
         request = json.loads(body)
@@ -350,7 +357,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
         with contextlib.closing(fake.slot.answer(request, self)) as events:
             try:
                 next(events)
-                faults.CHAT.get(fake.fault, faults.chat)(self, events)
+                faults.of(fake.fault, self.path, faults.right)(self, events)
             except Refused as refused:
                 self.error(*refused.args)
             except ClientGone:
@@ -479,9 +486,7 @@ def main():
     parser.add_argument(
         "--loading", type=float, default=0.0, help="seconds of answering 503 at the start"
     )
-    parser.add_argument(
-        "--fault", choices=sorted({*faults.CHAT, *faults.SLOTS}), metavar="NAME", help="misbehave"
-    )
+    parser.add_argument("--fault", choices=sorted(faults.FAULTS), metavar="NAME", help="misbehave")
     parser.add_argument("--faults", action="store_true", help="list the names of the faults")
     parser.add_argument("--log", type=argparse.FileType("a"), help="a file for the server's log")
     parser.add_argument(
@@ -490,8 +495,9 @@ def main():
     options = parser.parse_args()
     if options.faults:
         with contextlib.suppress(BrokenPipeError):  # `| head` has what it wants
-            for name, fault in sorted({**faults.CHAT, **faults.SLOTS}.items()):
-                print(f"{name:24} {fault.__doc__}", flush=True)
+            for name, fault in sorted(faults.FAULTS.items()):
+                where = "" if fault.path == faults.CHAT else f"on {fault.path}: "
+                print(f"{name:24} {where}{fault.what}", flush=True)
             return
         os._exit(1)  # or Python tries once more to print the rest
     if options.end_with_parent:
