@@ -14,7 +14,7 @@ sentence.json:
 A sentence ends at the first of . ! ? that white space follows: "3.5" does not
 end one. Only the white space tells, so its fragment gives the time. Japanese
 and Chinese put no space there: 。 ！ ？ ｡ end one by themselves. Whichever comes
-first counts. Without any, the whole answer is one sentence, complete at its end.
+first counts. Without any, the whole answer is one sentence.
 """
 
 import re

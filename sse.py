@@ -305,9 +305,9 @@ class Answer(Request):
     Iterating yields fragments as they arrive, {"t_ms": float, "text": str}: one for each event
     with content; a role alone and a comment are none. It ends after a whole answer (`[DONE]`, and
     before it a finish_reason of stop or length, or llama-server's final timings), after close(), or
-    after `cut_after` seconds. All else raises Failure: a refusal, an error, an answer cut short or
-    without content, a prompt out of a cache though `cache_prompt` is False. `raw_out`, a binary
-    file, gets every line; the request, all other `fields`.
+    after `cut_after` seconds. All else raises Failure: an error, an answer cut short or without
+    content, a prompt out of a cache though `cache_prompt` is False. `raw_out`, a binary file, gets
+    every line; the request, all other `fields`.
 
     body            the request as it was sent, bytes
     accepted_ms     of the headers: llama-server begins with the prompt
@@ -328,8 +328,8 @@ class Answer(Request):
         self.raw_out, self.cut_after = raw_out, cut_after
         self.total_ms = self.accepted_ms = self.first_token_ms = self.finish_reason = None
         self.timings, self.received, self._final_timings = {}, 0, False
-        texts = [str(message.get("content") or "") for message in messages]
-        self._prompt_words = sum(len(text.split()) for text in texts)
+        words = (str(message.get("content") or "").split() for message in messages)
+        self._prompt_words = sum(map(len, words))
         super().__init__("POST", CHAT, timeout() if cut_after is None else cut_after, self.body)
 
     def __iter__(self):
@@ -342,9 +342,9 @@ class Answer(Request):
                 if text := self._content(at, event_type, data):
                     self.received += 1
                     yield {"t_ms": self._ms(at), "text": text}
-        on_purpose = self.cut_after is not None or not self.late
-        if self.total_ms is None and self.closed_at_ms is not None and on_purpose:
-            return
+        if self.total_ms is None and self.closed_at_ms is not None:
+            if self.cut_after is not None or not self.late:
+                return  # closed on purpose
         if why := self._cut_short() or self._warm():
             raise self._failure(why)
 
@@ -430,8 +430,8 @@ class Answer(Request):
         if self.first_token_ms is not None:
             return f"the answer has only reasoning and no content: {NO_REASONING}"
         if predicted_n := number(self.timings, "predicted_n"):
-            got = f"{plural(predicted_n, 'token')}, half a character perhaps"
-            return f"the answer has no content in {got}: ask for more than {self.max_tokens}"
+            got = plural(predicted_n, "token")
+            return f"no content in {got}, half a character perhaps: raise max_tokens, or {LOG}"
         return "the answer has no content: is it a chat model?"
 
     def _warm(self):
@@ -491,10 +491,10 @@ def note(topic, text, size=0.0):
     notes[topic] = max(notes.get(topic, (size, text)), (size, text))
 
 
-def look_back(answer, chunks, behind_hang_up=False):
+def look_back(answer, chunks, behind=False):
     """After a whole answer, note what else is in its figures."""
     note_content(answer, chunks)
-    note_clocks(answer, chunks, behind_hang_up)
+    note_clocks(answer, chunks, behind)
     note_neighbour()
 
 
@@ -504,23 +504,21 @@ def note_content(answer, chunks):
         note("cache", "can't verify that the cache was off: the server reports no cache_n")
     before = chunks[0]["t_ms"] - answer.first_token_ms
     if before > 0:
-        came = f"reasoning came first: {before:.0f} ms of the first token's time"
-        note("reasoning", came, before)
+        note("thoughts", f"reasoning came first: {before:.0f} ms of the first token's time", before)
     text = "".join(chunk["text"] for chunk in chunks)
     if text.lstrip().startswith("<think>") or "</think>" in text:
-        spoken = "the answer begins with reasoning (<think>), not with speech"
-        note("thoughts", f"{spoken}: {NO_REASONING}")
+        note("<think>", f"the answer begins with reasoning (<think>), not speech: {NO_REASONING}")
     tokens = max(len(chunks), number(answer.timings, "predicted_n") or 0)
     if tokens > answer.max_tokens:
         note("length", f"the server ignored max_tokens: {tokens} tokens for {answer.max_tokens}")
 
 
-def note_clocks(answer, chunks, behind_hang_up=False):
+def note_clocks(answer, chunks, behind=False):
     """Note what the server's clock does not explain; behind a hang-up, a wait is no news."""
     first, last = answer.first_token_ms, chunks[-1]["t_ms"]
     prompt_ms, predicted_ms = (number(answer.timings, key) for key in ("prompt_ms", "predicted_ms"))
     pairs, queue, buffers = [], "another request in front (a queue)", "a proxy that buffers"
-    if prompt_ms is not None and not behind_hang_up:
+    if prompt_ms is not None and not behind:
         pairs.append(("a first token took", first, prompt_ms, queue))
     if predicted_ms is not None:  # the last token may have no text, and [DONE] may be late
         took = min(max(predicted_ms, last - first), answer.total_ms - first)
@@ -577,8 +575,8 @@ def wait_idle(required=False):
         if waited > 0.5 and not told:
             told = True
             say("the server's slot is busy: waiting until it is idle")
-        # llama-server abandons a prompt whose caller has left only after a second in which it
-        # answers nobody, and an answer to /slots counts: asking more often keeps the prompt alive.
+        # llama-server abandons a prompt whose caller has left after a second in which it answers
+        # nobody, not even on /slots: asking more often keeps the prompt alive.
         time.sleep(0.003 if waited < 0.5 else min(1.5, max(limit - waited, 0.003)))
 
 
@@ -622,8 +620,8 @@ def check_not_mixed(props):
 
 def wait_ready():
     """Wait until the model is loaded → [body of /health, of /props]. Raises Failure."""
-    begin, limit, told = clock(), timeout(), False
-    while True:
+    begin, limit = clock(), timeout()
+    for attempt in itertools.count():
         try:
             status, body = get("/health", min(limit, 5))
             if status != 503 or b"loading" not in body.lower():
@@ -633,18 +631,15 @@ def wait_ready():
             longest, why = min(limit, 4), failure
         if clock() - begin > longest:
             raise why
-        if not told:
+        if attempt == 0:
             say("the server is not ready yet: waiting")
-        told = True
         time.sleep(0.2)
-    bodies = []
-    for path in "/health", "/props":
-        status, body = get(path)
+    answers = [(path, *get(path)) for path in ("/health", "/props")]
+    for path, status, body in answers:
         found = parsed(body)
         if status != 200 or not isinstance(found, dict) or "error" in found:
             raise Failure(refusal(path, f"answered {status}", body, status))
-        bodies.append(body)
-    return bodies
+    return [body for *_, body in answers]
 
 
 # ---- files and terminal
@@ -660,7 +655,7 @@ def prepare(new_server=False):
         os.makedirs(result_path(), exist_ok=True)
         tempfile.TemporaryFile(dir=result_path()).close()
     except OSError as error:
-        hint = "set VOICE_LLM_OUT to a folder of your own"
+        hint = "set VOICE_LLM_OUT to a folder of your own (the default is the Pod's)"
         raise Failure(f"can't write into {result_path()} ({reason(error)}): {hint}") from None
     if not new_server:
         check_same_server()
@@ -695,7 +690,7 @@ def to_json(value, indent=None):
 
 def printable(text):
     """`text` with what could steer a terminal (escapes, line ends, bidi marks) as \\x1b, \\n …"""
-    with contextlib.suppress(UnicodeEncodeError):  # a path as Python holds it in an ASCII locale
+    with contextlib.suppress(UnicodeEncodeError):  # a path in an ASCII locale
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -714,8 +709,8 @@ def write_result(name, result, table, summary=()):
     """Save and print a step's `result`; on a terminal, progress has shown the table."""
     save({result_path(name): result})
     seen = all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr))
-    wrote = f"wrote {printable(result_path(name))}"
-    print(*summary, *(() if seen else table), wrote, sep="\n", flush=True)
+    lines = [*summary, *(() if seen else table), f"wrote {printable(result_path(name))}"]
+    print(*lines, sep="\n", flush=True)
     if os.path.exists(result_path("report.json")) and not os.environ.get("VOICE_LLM_RUN_ALL"):
         note("report", "report.json still has the earlier figures: run report.py")
 

@@ -90,9 +90,9 @@ def void(*words, by=CANCEL):
     return Expected("fails", scripts(by), (*words, "void"), cut=1)
 
 
-def noted(*words, by=SENTENCE):
-    """The file is written, and a note has `words`."""
-    return Expected("noted", scripts(by), words, cut=1)
+def noted(*words, by=SENTENCE, limit=0):
+    """The file is written, and a note has `words`. limit: VOICE_LLM_TIMEOUT."""
+    return Expected("noted", scripts(by), words, limit, cut=1)
 
 
 HARMLESS = Expected("harmless", (SENTENCE,))  # the whole answer is written, and nothing is noted
@@ -260,6 +260,7 @@ def with_timings(change):
 
 
 FIVE, REST = first(5), first(None)
+NO_TOKENS_UNTOLD = each(lambda event: [] if content(event) else [without("timings", event)])
 NO_TOKENS = each(lambda event: [] if content(event) else [event])
 right = stream(REST, DONE)  # what llama-server does
 
@@ -343,6 +344,33 @@ def paced(wire, events):
     stream(pause(before), first(2), pause(0.3), REST, pause(after), DONE)(wire, events)
 
 
+def thinking(events):
+    yield next(events)
+    next(events)
+    yield "<think>"
+    yield from events
+
+
+def forgetful(wire, events):
+    wire.server.fake.forgets = True
+    right(wire, events)
+
+
+def at_speed(token_ms, of_2048):
+    """So many milliseconds a token, and so many of an answer of 2048."""
+
+    def answer(wire, events):
+        many = wire.request_body["max_tokens"] == 2048
+        wire.server.fake.slot.token_ms = of_2048 if many else token_ms
+        right(wire, events)
+
+    return answer
+
+
+def key_echoed(wire, events):
+    wire.error(401, "authentication_error", f"wrong key: {wire.headers['Authorization']}")
+
+
 def deaf(wire, events):
     wire.left, wire.cancel = lambda seconds: time.sleep(max(0, seconds)), lambda: None
     right(wire, events)
@@ -395,6 +423,7 @@ SEPARATORS = "One\u2028two\u0085three\x0cfour\u2029five. End."
 LETTERS = "診療は九時から。 🙂 OK."
 DEEP = b"[" * 100_000
 TIMINGS = {"cache_n": 0, "prompt_n": 40, "prompt_ms": 1.0, "predicted_n": 4, "predicted_ms": 1.0}
+DRIBBLE = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: "
 
 # fmt: off
@@ -483,6 +512,17 @@ chat("slow_line", "an answer that takes longer than the server took",
 chat("reasoning_first", "120 ms of reasoning before the answer",
      stream(first(1), *[HMM, pause(0.04)] * 3, REST, DONE),
      noted("reasoning came first: ", "ms of the first token's time"))
+chat("thinking", "the answer begins with <think>", stream(through(thinking), DONE),
+     noted("the answer begins with reasoning (<think>)", "--reasoning-budget 0", by=(*ALL, EARLY)))
+chat("thoughts_end", "the answer begins with thoughts that </think> ends",
+     answering("Hmm. ", "</think>", "Yes. ", "Come."), noted("begins with reasoning (<think>)"))
+chat("talkative", "170 fragments, whatever max_tokens says", answering(*["word "] * 170),
+     noted("the server ignored max_tokens: 170 tokens for 64", by=TTFT))
+chat("overrun", "170 tokens by the server's count, whatever max_tokens says",
+     with_timings(lambda t: {**t, "predicted_n": 170}),
+     noted("the server ignored max_tokens: 170 tokens for 120"))
+chat("forgets_answers", "the slot keeps the prompt, and not the answer", forgetful,
+     tested_in("test_call.py"))
 chat("recomputes",
      "a model with recurrent memory, or --no-cache-prompt: every prompt is computed whole",
      asked_for(cache_prompt=False),
@@ -498,13 +538,13 @@ chat("cache_always", "a proxy that drops cache_prompt, so that the cache stays o
      fails("from a cache", "cache_prompt is false", by=(TTFT, PREFILL)))
 chat("cache_always_untold", "the cache stays on, and the timings have no cache_n",
      asked_for(with_timings(lambda t: without("cache_n", t)), cache_prompt=True),
-     fails("1 token computed of a prompt of 17 words", "came from a cache",
+     fails("all but 1 token for 17 words", "came from a cache",
            "cache_prompt is false"))
 chat("cache_partly_untold",
      "a third of the prompt from a cache after the first request, and no cache_n", partly_cached,
      fails("59, 39, 39, 39, 39 tokens", "the KV cache was on"))
 chat("cached_untold", "timings without cache_n", with_timings(lambda t: without("cache_n", t)),
-     noted("nobody knows whether the cache was off", by=PREFILL))
+     noted("can't verify that the cache was off", by=PREFILL))
 chat("everything_kept_untold", "one token computed of every prompt, and no cache_n",
      with_timings(lambda t: without("cache_n", {**t, "prompt_n": 1, "predicted_n": 1})),
      fails("first was answered from a cache already", by=CACHE))
@@ -531,18 +571,19 @@ chat("bad_request", "400 with a cause that is not known here",
      fails("400", "must contain content", "look at the server's log"))
 chat("loading", "503 while the model is loading", refuse(503, "Loading model"),
      fails("503", "Loading model", "wait until the model is loaded"))
+chat("key_echoed", "401 that repeats the key", key_echoed, tested_in("test_edges.py"))
 chat("unauthorized", "401: an API key is asked for", refuse(401, "Invalid API Key\x1b[2J"),
-     fails("401", "Invalid API Key\\x1b[2J", "--api-key"))
+     fails("401", "Invalid API Key\\x1b[2J", "VOICE_LLM_API_KEY", "--api-key"))
 chat("login_401", "401 with a web page", page(401, "Please log in"),
-     fails("401", "Please log in", "VOICE_LLM_URL"))
+     fails("401", "Please log in", "VOICE_LLM_API_KEY", "VOICE_LLM_URL"))
 chat("proxy_503", "503 with a web page", page(503, "Service Unavailable"),
      fails("503", "Service Unavailable", "proxy can't reach llama-server"))
 chat("proxy_page", "a proxy's 502 page", page(502, "502 Bad\nGateway"),
      fails("502", "502 Bad Gateway", "proxy can't reach llama-server"))
 chat("too_large", "413 with a web page", page(413, "Request Entity Too Large"),
-     fails("413", "Too Large", "size"))
+     fails("413", "Too Large", "limits the size"))
 chat("rate_limited", "429 with a web page", page(429, "Too Many Requests"),
-     fails("429", "Too Many", "limits the number of requests"))
+     fails("429", "Too Many", "limits the size or the number of requests"))
 chat("redirect", "301 to somewhere else",
      raw(b"HTTP/1.1 301 Moved\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"),
      fails("301", "redirect", "VOICE_LLM_URL"))
@@ -569,34 +610,41 @@ chat("compressed", "a body that a proxy has compressed with gzip",
 
 # ------------------------------------------------------------ cut off
 chat("cut_between_chunks", "the connection ends between two HTTP chunks", stream(FIVE, HANG_UP),
-     fails("the connection ended after 4 fragments, before [DONE]", by=(TTFT, CANCEL)))
+     fails("4 fragments but no [DONE] before the connection ended", by=(TTFT, CANCEL)))
 chat("cut_inside_line", "the connection ends inside a line",
-     stream(FIVE, unframed(b'ff\r\ndata: {"choices": [{"del'), HANG_UP), fails("before [DONE]"))
+     stream(FIVE, unframed(b'ff\r\ndata: {"choices": [{"del'), HANG_UP),
+     fails("but no [DONE] before"))
 chat("cut_close", "the connection ends inside a line of a body without a length",
-     stream(FIVE, b'data: {"choices": [{"del', framing="close"), fails("before [DONE]"))
+     stream(FIVE, b'data: {"choices": [{"del', framing="close"), fails("but no [DONE] before"))
 chat("cut_reset", "the connection is reset", stream(FIVE, pause(0.5), RESET),
      fails("(Connection reset by peer)"))
 chat("no_done", "a clean end, with finish_reason and timings, but no [DONE]", stream(REST, END),
-     fails("before [DONE]"))
+     fails("but no [DONE] before"))
 chat("empty_stream", "headers, and a clean end", stream(END),
-     fails("after 0 fragments, before [DONE]"))
+     fails("0 fragments but no [DONE] before"))
 chat("bad_chunk", "an HTTP chunk whose size is no number",
-     stream(FIVE, unframed(b"zz\r\n\r\n"), HANG_UP), fails("before [DONE]"))
+     stream(FIVE, unframed(b"zz\r\n\r\n"), HANG_UP), fails("but no [DONE] before"))
 chat("huge_chunk", "an HTTP chunk whose size is beyond every number of bytes",
-     stream(FIVE, unframed(b"F" * 20 + b"\r\ndata: {}\n\n"), SILENCE), fails("before [DONE]"))
+     stream(FIVE, unframed(b"F" * 20 + b"\r\ndata: {}\n\n"), SILENCE),
+     fails("but no [DONE] before"))
 chat("runaway_line", "a line without an end", stream(forever(b"x" * 2**20, 0), framing="close"),
      fails("a line of more than"))
 chat("polite_cut", "[DONE] after five events, without a finish_reason", stream(FIVE, DONE),
-     fails("cut short", "[DONE] after 4 fragments", "no finish_reason", by=(TTFT, CANCEL)))
+     fails("cut short", "[DONE] after 4 fragments", "finish_reason None", by=(TTFT, CANCEL)))
 chat("polite_cut_timings",
      "[DONE] after five events, each with timings, and without a finish_reason",
      stream(through(lambda events: (dict(e, timings=TIMINGS) for e in itertools.islice(events, 5))),
-          DONE), fails("cut short", "[DONE] after 4 fragments", "no finish_reason"))
+          DONE), fails("cut short", "[DONE] after 4 fragments", "finish_reason None"))
 chat("finish_filter", "finish_reason content_filter, and [DONE]",
      stream(FIVE, finish("content_filter"), DONE),
      fails("cut short", "finish_reason 'content_filter'"))
 chat("short", "an answer of three tokens", stream(first(4), finish("stop"), DONE),
      fails("the answer had ended before the close", "void", by=CANCEL))
+
+chat("fast", "256 tokens at once, but one every 50 ms of 2048", at_speed(0, 50),
+     tested_in("test_edges.py"))
+chat("too_fast", "every answer at once", at_speed(0, 0),
+     void("the answer had ended before the close", "slower model"))
 
 # ------------------------------------------------------------ for ever
 chat("silence", "no headers, nothing, for ever", raw(SILENCE), for_ever("no answer"),
@@ -658,20 +706,23 @@ chat("error_context", "a full context",
 chat("error_named", "an event of type error", amid(b"event: error\ndata: the GPU fell off\n\n"),
      fails("the GPU fell off"))
 chat("null_event", "an event that is null", amid(b"data: null\n\n"),
-     fails("not of the API's shape"))
+     fails("not JSON as the API has it"))
 chat("not_json", "an event that is not JSON", amid(b"data: {oops\n\n"), fails("not JSON", "{oops"))
 chat("not_an_object", "an event that is JSON, but no object", amid(b"data: [1, 2]\n\n"),
-     fails("not of the API's shape"))
+     fails("not JSON as the API has it"))
 chat("deep_json", "JSON nested 100,000 deep", amid(b"data: " + DEEP + b"\n\n"), fails("not JSON"))
 chat("content_a_number", "content that is a number", amid(delta(content=5)),
-     fails("not of the API's shape"))
+     fails("not JSON as the API has it"))
 chat("choices_a_text", "choices that are a text", amid(b'data: {"choices": "none"}\n\n'),
-     fails("not of the API's shape"))
+     fails("not JSON as the API has it"))
 chat("joined_events", "[DONE] in one event with something else",
      stream(FIVE, b"data: {}\ndata: [DONE]\n\n", END), fails("not JSON"))
 chat("no_content", "an answer without content",
      stream(NO_TOKENS, DONE),
-     fails("no content", "is it a chat model?"), fails("no content", by=EARLY))
+     fails("no content in 22 tokens", "half a character", "max_tokens"),
+     fails("no content", by=EARLY))
+chat("no_content_untold", "an answer without content or timings",
+     stream(NO_TOKENS_UNTOLD, DONE), fails("no content: is it a chat model?"))
 chat("only_reasoning", "an answer of nothing but reasoning",
      stream(each(lambda e: [delta(reasoning_content=content(e)) if content(e) else e]), DONE),
      fails("only reasoning", "--reasoning-budget 0"))
@@ -679,38 +730,38 @@ chat("only_reasoning", "an answer of nothing but reasoning",
 # ------------------------------------------------------------ timings
 chat("no_timings", "no timings at all", stream(last(lambda e: [without("timings", e)]), DONE),
      fails("the server's timings lack p", by=(TTFT, PREFILL, CACHE)),
-     noted("nobody knows whether the cache was off", by=STEP_2))
+     noted("can't verify that the cache was off", by=STEP_2))
 chat("timings_null", "timings that are null", with_timings(lambda t: None),
-     fails("the server's timings lack predicted_n: is http://"))
+     fails("the server's timings lack predicted_n: is it a llama-server"))
 chat("timings_text", "timings that are a text", with_timings(lambda t: "fast"),
      fails("timings lack predicted_n"))
 chat("timings_empty", "timings without a key", with_timings(lambda t: {}),
      fails("timings lack p", by=(TTFT, PREFILL)))
 chat("timings_nan", "timings that are not a number",
      with_timings(lambda t: dict.fromkeys(t, float("nan"))),
-     fails("nan", "predicted_n", "not a whole number"))
+     fails("nan", "as predicted_n"))
 chat("timings_true", "timings that are true", with_timings(lambda t: dict.fromkeys(t, True)),
-     fails("True", "not a whole number"))
+     fails("True", "as predicted_n"))
 chat("timings_words", "timings that are texts", with_timings(lambda t: dict.fromkeys(t, "12")),
-     fails("'12'", "not a whole number"))
+     fails("'12'", "as predicted_n"))
 chat("timings_negative", "timings below zero", with_timings(lambda t: dict.fromkeys(t, -1)),
-     fails("-1", "not a whole number"))
+     fails("-1", "as predicted_n"))
 chat("timings_huge", "timings beyond every number",
-     with_timings(lambda t: dict.fromkeys(t, 10**400)), fails("not a whole number"))
+     with_timings(lambda t: dict.fromkeys(t, 10**400)), fails("as predicted_n"))
 chat("timings_fraction", "counts that are not whole",
      with_timings(lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5}),
-     fails("12.5", "not a whole number", by=(TTFT, PREFILL)))
+     fails("12.5 as p", by=(TTFT, PREFILL)))
 
 # ------------------------------------------------------------ /slots
 slots("slots_off", "501, as with --no-slots",
       refuse(501, "This server does not support slots endpoint. Start it with `--slots`"),
       fails("/slots", "501", "--no-slots", by=CANCEL),
-      noted("nobody knows whether the server was idle", "--no-slots", by=(STEP_2, SENTENCE)))
+      noted("can't verify that the server was idle", "--no-slots", by=(STEP_2, SENTENCE)))
 slots("slots_missing", "404, as from another kind of server", refuse(404, "File Not Found"),
       fails("/slots", "404", "is this a llama-server", by=CANCEL),
-      noted("nobody knows whether the server was idle", "404"))
+      noted("can't verify that the server was idle", "404"))
 slots("slots_401", "401: an API key is asked for", refuse(401, "Invalid API Key"),
-      fails("/slots", "401", "--api-key", by=CANCEL))
+      fails("/slots", "401", "VOICE_LLM_API_KEY", by=CANCEL))
 slots("slots_502", "502 from a proxy", page(502, "502 Bad Gateway"),
       fails("/slots", "502", "proxy", by=CANCEL))
 slots("slots_loading", "503 while the model is loading", refuse(503, "Loading model"),
@@ -730,7 +781,9 @@ slots("slots_texts", "is_processing as a text",
 slots("slots_busy", "a slot that never becomes idle",
       states(lambda slot: dict(slot, is_processing=True)),
       fails("still busy", "restart the server", by=(TTFT, CANCEL), limit=LIMIT))
-slots("slots_silence", "no answer", raw(SILENCE), for_ever("/slots: no answer", by=(TTFT, CANCEL)))
+slots("slots_silence", "no answer", raw(SILENCE),
+      fails("this step needs /slots", "no answer after", by=CANCEL, limit=LIMIT),
+      noted("can't verify that the server was idle", "no answer after", by=TTFT, limit=2 * LIMIT))
 slots("slots_cached", "a proxy that caches: always idle",
       states(lambda slot: dict(slot, is_processing=False)),
       void("/slots showed no slot at work", "caches"))
@@ -753,7 +806,7 @@ slots("slots_two_at_work", "a second slot that works whenever the first does",
       lambda wire, slots: wire.json([*slots, dict(slots[0], id=1, id_task=7)]),
       void("2 requests were at work", "-np 1"))
 slots("slots_slow", "an answer that takes 300 ms once a client has hung up", slow_after,
-      noted("/slots took ", "ms to answer", "network", by=CANCEL))
+      noted("nobody saw whether the slot was busy", "may have been idle", "network", by=CANCEL))
 slots("slots_slow_at_work", "no answer while a slot is at work", slow_at_work,
       void("/slots did not answer between the first token and the close"))
 
@@ -774,6 +827,13 @@ health("health_503", "503 with a web page", page(503, "503 Service Unavailable")
        fails("/health", "503", "a proxy can't reach llama-server", by=STEP_1))
 health("health_silence", "no answer", raw(SILENCE),
        fails("/health: no answer after 5 s", "restart", by=STEP_1))
+health("health_dribble", "a byte every 20 ms, for ever", raw(DRIBBLE, forever(b" ")),
+       fails("/health: no answer after 3 s", by=STEP_1, limit=LIMIT))
 get("get_dropped", "the connection ends before any answer", raw(HANG_UP),
-    fails("/slots: no answer", by=CANCEL))
+    fails("this step needs /slots", "no answer (Remote end closed", by=CANCEL),
+    noted("can't verify that the server was idle", "no answer", by=(STEP_2, SENTENCE)))
+get("get_silence", "no answer", raw(SILENCE),
+    noted("can't verify that the server was idle", "no answer after", limit=2 * LIMIT))
+get("get_dribble", "a byte every 20 ms, for ever", raw(DRIBBLE, forever(b" ")),
+    noted("can't verify that the server was idle", "no answer after", limit=2 * LIMIT))
 # fmt: on

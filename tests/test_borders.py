@@ -173,6 +173,7 @@ class Answered(list):
 
     def __init__(self, *times, **told):
         super().__init__({"t_ms": t_ms, "text": "a"} for t_ms in times)
+        self.timings, self.cache_prompt, self.max_tokens, self.finish_reason = {}, True, 256, None
         self.__dict__.update(told)
 
 
@@ -185,7 +186,8 @@ def answer_with(monkeypatch, *answers):
 def test_the_next_caller_waits_from_the_close_to_the_first_token(lab, monkeypatch):
     monkeypatch.setenv("VOICE_LLM_URL", lab.serve().url)
     left = Answered(start=100.0, closed_at_ms=103.0, first_token_ms=None, accepted_ms=1.0)
-    following = Answered(20.0, 50.0, start=100.5, total_ms=90.0, timings={"prompt_ms": 15.0})
+    following = Answered(20.0, 50.0, start=100.5, first_token_ms=20.0, total_ms=90.0)
+    following.timings = {"prompt_ms": 15.0, "cache_n": 0}
     answer_with(monkeypatch, left, following)
     assert measure_cancel.during_prefill(["a", "b"]) == {
         "docs": 2,

@@ -149,7 +149,7 @@ def test_a_model_that_reuses_nothing_is_noted(lab):
 
 
 def test_a_slot_that_forgets_the_answer_is_noted_with_the_turns(lab):
-    lab.serve(**QUICK, forgets=True)
+    lab.serve(**QUICK, fault="forgets_answers")
     [note] = [n for n in notes(lab.run_ok(*CALL)) if "computed" in n]
     assert "turn 2, 3, 4, 5, 6 computed the answer before it again" in note
     for cause in "template", "other tokens", "checkpoint":
@@ -256,15 +256,16 @@ def test_a_japanese_answer_has_a_first_sentence(lab):
 
 def test_without_documents_only_the_system_prompt_is_sent(lab):
     lab.env["VOICE_LLM_KB"] = "none"
-    fake = lab.serve(prompt_ms=3, token_ms=2, silence=0.1)
+    fake = lab.serve(prompt_ms=50, silence=0.1)  # 3 s for the prompt
     lab.run_ok("measure_prefill.py", "--check")
     assert fake.requests == []
+    lab.run_ok("measure_cancel.py", "--during-prefill")
+    assert lab.read("cancel_prefill.json")["docs"] == 0
+    fake.slot.prompt_ms = 0.1
     lab.run_ok("measure_prefill.py")
     [row] = lab.read("prefill.json")
     assert row["docs"] == 0
     lab.run_ok("measure_cache.py")
-    lab.run_ok("measure_cancel.py", "--during-prefill")
-    assert lab.read("cancel_prefill.json")["docs"] == 0
     lab.run_ok(*CALL)
     systems = {text for request in fake.requests for text in said(request, "system")}
     times = {text for text in systems if "Current time" in text}
