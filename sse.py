@@ -28,7 +28,7 @@ import time
 from urllib.parse import urlsplit
 
 if sys.version_info < (3, 9):  # noqa: UP036
-    sys.exit(f"{sys.argv[0]}: this is Python {sys.version.split()[0]}: use 3.9 or later")
+    sys.exit(f"this is Python {sys.version.split()[0]}: use 3.9 or later")
 
 SYSTEM = "You are a clinic phone assistant. Answer in one short sentence."
 QUESTION = "What should a new patient bring?"

@@ -322,6 +322,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         fake = self.server.fake
+        fake.keys.append(self.headers.get("Authorization"))
         fake.paths.append(self.path)
         fake.times.append(time.perf_counter())
         if self.path == "/slots":
@@ -333,6 +334,8 @@ class Wire(http.server.BaseHTTPRequestHandler):
             self.error(503, "unavailable_error", "Loading model")
         elif self.path == "/health":
             self.json({"status": "ok"})
+        elif self.locked():
+            pass
         elif self.path == "/props":
             self.json(fake.props())
         elif self.path == "/slots":
@@ -340,11 +343,22 @@ class Wire(http.server.BaseHTTPRequestHandler):
         else:
             self.error(404, "not_found_error", "File Not Found")
 
+    def locked(self):
+        """Whether the request lacks the key, and was refused."""
+        key = self.server.fake.api_key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return False
+        self.error(401, "authentication_error", "Invalid API Key")
+        return True
+
     def do_POST(self):
         self.received = self.last_look = time.perf_counter()
         self.closed_ms, self.cancel_logged = None, False
         fake = self.server.fake
+        fake.keys.append(self.headers.get("Authorization"))
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.locked():
+            return
         if self.path != faults.CHAT:
             self.error(404, "not_found_error", "File Not Found")
             return
@@ -352,6 +366,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
         fake.paths.append(self.path)
         fake.times.append(self.received)
         fake.requests.append(request)
+        fake.bodies.append(body)
         request = self.request_body = {k: v for k, v in request.items() if k not in fake.ignores}
         fake.sent_ms.append([])
         with contextlib.closing(fake.slot.answer(request, self)) as events:
@@ -383,9 +398,11 @@ class FakeServer:
     prompt_ms, token_ms: the time a token of the prompt, of the answer takes. batch: tokens of a
     prompt that are computed before it looks up. silence: seconds without any answer after which it
     looks whether a client has left. loading: seconds of 503. forgets: the slot does not keep the
-    answer. ignores: fields of a request that it does not know.
+    answer. ignores: fields of a request that it does not know. api_key: what it asks for, on all
+    paths but /health. props: what /props has beside the usual.
 
-    In a test: `paths` and `times`, what it was asked for and when; `requests`, the bodies it got;
+    In a test: `paths` and `times`, what it was asked for and when; `keys`, the Authorization of
+    each; `requests` and `bodies`, what it got;
     `sent_ms`, for each when its fragments were sent, and `closed_ms`, when a client left, both in
     ms since it got that request; `log_lines`.
     """
@@ -403,7 +420,10 @@ class FakeServer:
         log=None,
         forgets=False,
         ignores=(),
+        api_key=None,
+        props=None,
     ):
+        self.keys, self.bodies = [], []
         self.paths, self.times, self.requests, self.sent_ms, self.closed_ms, self.log_lines = (
             [],
             [],
@@ -414,7 +434,8 @@ class FakeServer:
         )
         self.begin = self.last_result = time.perf_counter()
         self.log_file, self.fault, self.silence = log, fault, silence
-        self.forgets, self.ignores = forgets, ignores
+        self.forgets, self.ignores, self.api_key = forgets, ignores, api_key
+        self.changed_props = props or {}
         self.ready_at = self.begin + loading
         self.slot = Slot(self, prompt_ms, token_ms, n_ctx, batch)
         self.http = Server(("127.0.0.1", port), Wire)
@@ -454,6 +475,7 @@ class FakeServer:
             "model_alias": "simulated",
             "model_path": "simulated: a fake server without a model",
             "build_info": "simulated",
+            **self.changed_props,
         }
 
 
