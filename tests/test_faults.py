@@ -95,12 +95,6 @@ def test_a_fault_with_a_test_of_its_own_is_in_it():
                 assert f'"{name}"' in (TESTS / file).read_text("utf-8"), (name, file)
 
 
-@pytest.mark.parametrize("script", [*STEPS, f"{CACHE} --changed-suffix", EARLY])
-def test_nothing_is_noted_of_a_healthy_server(lab, script):
-    lab.serve(**{"prompt_ms": 0.1, "token_ms": 4, **SERVE.get(script, {})})
-    assert lab.run_ok(*script.split()).notes == []
-
-
 def test_the_fake_lists_its_faults_and_a_closed_pipe_is_no_traceback():
     command = [sys.executable, str(TESTS / "fake_server.py"), "--faults"]
     listed = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
@@ -378,14 +372,6 @@ def test_who_waits_for_a_busy_slot_soon_asks_less_than_once_a_second(lab):
     asked = [at - fake.times[0] for at, path in zip(fake.times, fake.paths) if path == "/slots"]
     assert min(after - before for before, after in zip(asked, asked[1:])) < 1
     assert len([at for at in asked if at > 1]) <= 4
-
-
-@pytest.mark.parametrize("script", ALL)
-def test_every_request_is_sent_to_an_idle_server(lab, script):
-    fake = lab.serve(**SERVE.get(script, {}))
-    lab.run_ok(script)
-    sent = [n for n, path in enumerate(fake.paths) if path == sse.CHAT]
-    assert all(n and fake.paths[n - 1] == "/slots" for n in sent)
 
 
 # ---------------------------------------------------------------------------- signals

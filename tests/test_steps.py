@@ -24,6 +24,9 @@ BRING = "What should a new patient bring?"
 SATURDAY = "When is the clinic open on Saturday?"
 BLOOD_TEST = "How do I prepare for a fasting blood test?"
 COUNTING = "List the numbers from 1 to 300, separated by commas."
+CHAT = "/v1/chat/completions"
+SUFFIX, EARLY = "measure_cache.py --changed-suffix", "measure_cancel.py --during-prefill"
+WITH_DOCUMENTS = ["measure_prefill.py", "measure_cache.py", EARLY]
 DOCUMENTS = [path.read_text("utf-8").strip() for path in sorted((TESTS / "kb").glob("*.md"))]
 BRING_TOKENS = len(tokenize(ANSWERS[BRING])) + 1  # and the one that ends the answer
 
@@ -42,10 +45,12 @@ def body(system, question, max_tokens, cache_prompt):
     }
 
 
-def assert_sent(fake, *bodies):
-    """The requests, with their keys in the lab's order."""
+def assert_sent(fake, *bodies, idle=True):
+    """The requests, with their keys in the lab's order, each to a server just seen to be idle."""
     assert fake.requests == list(bodies)
     assert all(list(request) == list(bodies[0]) for request in fake.requests)
+    sent = [number for number, path in enumerate(fake.paths) if path == CHAT]
+    assert not idle or all(n and fake.paths[n - 1] == "/slots" for n in sent)
 
 
 # ---------------------------------------------------------------------------- steps 1 and 2
@@ -295,7 +300,7 @@ def test_cancel_fills_the_cache_and_writes_what_came_before_the_close(lab):
     assert result["closed_at_ms"] >= 1000 * lab.cut
     assert result["slot_idle_after_ms"] >= 0
     # While tokens flow it looks at the slots once: a look costs the server time.
-    asked = len(fake.paths) - 1 - fake.paths[::-1].index("/v1/chat/completions")
+    asked = len(fake.paths) - 1 - fake.paths[::-1].index(CHAT)
     half = fake.times[asked] + fake.closed_ms[-1] / 2000
     assert len([at for at in fake.times[asked + 1 :] if at < half]) <= 1
 
@@ -316,7 +321,8 @@ def test_during_prefill_measures_what_the_next_caller_waits(lab):
     """Here the whole prompt is one batch, which is not interrupted."""
     fake, result, prompt, computed = during_prefill(lab)
     system = "\n\n".join([SYSTEM, *DOCUMENTS])
-    assert_sent(fake, body(system, SATURDAY, 64, False), body(None, "hi", 4, False))
+    bodies = body(system, SATURDAY, 64, False), body(None, "hi", 4, False)
+    assert_sent(fake, *bodies, idle=False)
     assert list(result) == ["docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"]
     assert result["docs"] == len(DOCUMENTS)
     assert result["closed_at_ms"] >= 1000 * lab.cut
@@ -330,8 +336,8 @@ def test_during_prefill_a_small_batch_frees_the_slot_before_the_prompt_is_comput
     fake, _, prompt, computed = during_prefill(lab, batch=64)
     assert computed < prompt
     # Nobody has looked at the slots between the close and the answer.
-    first = fake.paths.index("/v1/chat/completions")
-    assert fake.paths[first : first + 2] == ["/v1/chat/completions"] * 2
+    first = fake.paths.index(CHAT)
+    assert fake.paths[first : first + 2] == [CHAT] * 2
 
 
 def test_the_fake_notices_no_hang_up_in_prefill_while_somebody_looks_at_the_slots(lab):
@@ -364,7 +370,7 @@ def test_a_prompt_and_a_question_of_ones_own_are_sent_in_steps_2_to_6(lab, tmp_p
     fake = lab.serve(**LONG_PREFILL, batch=64, token_ms=20)
     lab.run_ok("measure_cancel.py", "--during-prefill")
     assert fake.requests[0] == body(prompt, ask, 64, False)
-    fake.requests.clear()
+    fake = lab.serve(token_ms=20)
     lab.run_ok("measure_cancel.py")
     assert_sent(fake, body(None, COUNTING, 1, True), body(None, COUNTING, 256, True))
     fake = lab.serve()
@@ -414,9 +420,6 @@ def test_fewer_than_12_documents_are_too_few_for_prefill(lab, documents):
     lab.run_fails("measure_prefill.py", "--check", words=("11 documents",))
     lab.run_ok("measure_cache.py")
     assert lab.fake.requests
-
-
-WITH_DOCUMENTS = ["measure_prefill.py", "measure_cache.py", "measure_cancel.py --during-prefill"]
 
 
 def test_no_documents_a_missing_folder_or_a_document_that_can_not_be_read(lab, documents):
@@ -528,15 +531,18 @@ def test_every_script_can_be_executed():
         assert os.access(TOP / script, os.X_OK), script
 
 
-@pytest.mark.parametrize("script", STEPS)
+@pytest.mark.parametrize("script", [*STEPS, SUFFIX, EARLY])
 def test_a_pipe_gets_the_table_on_stdout_and_progress_on_stderr(lab, script):
-    lab.serve(token_ms=20 if "cancel" in script else 4)
-    process = lab.run_ok(script)
+    """And there is nothing to note of a healthy server."""
+    lab.serve(token_ms=20, **({**LONG_PREFILL, "batch": 64} if script == EARLY else {}))
+    process = lab.run_ok(*script.split())
+    file = "cancel_prefill.json" if script == EARLY else STEPS[script.split()[0]]
     *_, last = process.out.splitlines()
     assert last.startswith("wrote ")
-    assert STEPS[script] in last
+    assert file in last
     assert str(lab.out) in last
     assert " ms" in process.out
+    assert process.notes == []
     told = [line for line in process.err.splitlines() if not line.startswith("note: ")]
     if script == "sse.py":
         assert told == [f"asking: {BRING}"]
@@ -569,13 +575,13 @@ FIGURES = {
     "measure_cache.py": lambda result: [row["ttft_ms"] for row in result.values()],
     "measure_sentence.py": lambda result: [result["first_sentence_ms"], result["total_ms"]],
     "measure_cancel.py": lambda result: [result["closed_at_ms"], result["slot_idle_after_ms"]],
-    "measure_cancel.py --during-prefill": lambda result: list(result.values())[1:],
+    EARLY: lambda result: list(result.values())[1:],
 }
 
 
 @pytest.mark.parametrize("script", FIGURES)
 def test_on_a_terminal_each_figure_stands_once_behind_what_is_asked(lab, script):
-    early = "--during-prefill" in script
+    early = script == EARLY
     prefill = {**LONG_PREFILL, "batch": 64} if early else {"prompt_ms": 0.1}
     fault = "paced" if script == "measure_ttft.py" else None
     lab.serve(token_ms=20 if "cancel" in script else 7.3, fault=fault, **prefill)
