@@ -603,14 +603,15 @@ def identity(props):
     model, alias = (
         os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias")
     )
-    if model and alias not in ("", model):
+    kind = model.partition(":")[0]  # "simulated", which the fake server says in every key
+    if model and alias not in ("", model, kind):
         model += f" ({alias})"
     found = {
         "context": settings.get("n_ctx") if isinstance(settings, dict) else None,
         "slots": props.get("total_slots"),
         "build": props.get("build_info"),
     }
-    told = {key: f"{key} {value}" for key, value in found.items() if value}
+    told = {key: f"{key} {value}" for key, value in found.items() if value and value != kind}
     return {"model": model or alias, **told} if model or alias else told
 
 
