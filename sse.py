@@ -582,19 +582,19 @@ def wait_idle(required=False):
 
 # ---- the server
 def server_of(props):
-    """What the JSON of /props tells → {"model": path, "build", "slots", "context": n_ctx}."""
-    props, found = parsed(props), {}
+    """What /props tells → {"model": path, "context": n_ctx, "slots", "build"}, if it does."""
+    found = {}
     with contextlib.suppress(AttributeError):  # where it is not of llama-server's shape
-        found["model"], found["build"] = props.get("model_path"), props.get("build_info")
-        found["slots"] = props.get("total_slots")
-        found["context"] = props.get("default_generation_settings", {}).get("n_ctx")
+        found["model"] = props.get("model_path")
+        found["context"] = (props.get("default_generation_settings") or {}).get("n_ctx")
+        found["slots"], found["build"] = props.get("total_slots"), props.get("build_info")
     return {key: value for key, value in found.items() if value}
 
 
 def server_of_results():
     """The same of the props.json in the folder of the results."""
     with contextlib.suppress(Failure):
-        return server_of(read_text(result_path("props.json"), ""))
+        return server_of(parsed(read_text(result_path("props.json"), "")))
     return {}
 
 
@@ -602,7 +602,7 @@ def check_same_server():
     """Raise Failure where the results in the folder are of another server."""
     old = server_of_results()
     with contextlib.suppress(NoAnswer):
-        new = server_of(get("/props", min(10, timeout()))[1]) if old else {}
+        new = server_of(parsed(get("/props", min(10, timeout()))[1])) if old else {}
         for key, value in old.items():
             if value != new.get(key, value):
                 here, there = f"{url_of('')} has {key} {new[key]}", f"{result_path()} {value}"
@@ -612,9 +612,10 @@ def check_same_server():
 
 def check_not_mixed(props):
     """Raise Failure where simulated and real results would meet."""
-    old, new = (of.get("model") == SIMULATED for of in (server_of_results(), server_of(props)))
-    if old != new and any(name.endswith((".json", ".jsonl")) for name in os.listdir(result_path())):
-        kind = "simulated results" if old else "results that are not simulated"
+    old, new = server_of_results().get("model"), server_of(parsed(props)).get("model")
+    there = any(name.endswith((".json", ".jsonl")) for name in os.listdir(result_path()))
+    if there and (old == SIMULATED) != (new == SIMULATED):
+        kind = "simulated results" if old == SIMULATED else "results that are not simulated"
         raise Failure(f"{result_path()} holds {kind}: set VOICE_LLM_OUT to another folder")
 
 
