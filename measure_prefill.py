@@ -11,7 +11,8 @@ system prompt and the KV cache off, and writes prefill.json, a list of three:
              content is here
 
 With the cache on, the server would skip what a prompt shares with the one
-before, and the figures would blur.
+before, and the figures would blur. With VOICE_LLM_KB=none, the system prompt
+alone is sent, and the list has one.
 """
 
 import os
@@ -23,26 +24,28 @@ COUNTS = (0, 4, 12)
 
 
 def question():
-    """The caller's question of steps 4 and 5."""
-    return sse.setting("VOICE_LLM_QUESTION") or SATURDAY
+    """The caller's question of steps 4 and 5. Raises sse.Failure."""
+    return sse.questions(SATURDAY)[0]
 
 
 def documents(most=None):
-    """The texts of the first `most` *.md files of VOICE_LLM_KB, or all, by their names; empty ones are noted.
+    """The texts of the first `most` *.md files of VOICE_LLM_KB, or all, by their names; none where
+    that is "none". Empty ones are noted.
 
     Raises sse.Failure where there is none, or naming the file that can't be read.
     """
     folder = sse.setting("VOICE_LLM_KB")
+    if folder == "none":
+        return []
     own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "kb")
-    what_to_do = f"set VOICE_LLM_KB to the folder of the documents (the suite's own: {own})"
+    hint = f"set VOICE_LLM_KB to a folder of documents (the suite's own: {own}), or to none"
     try:
-        names = sorted(
-            name for name in os.listdir(folder) if name.endswith(".md") and not name.startswith(".")
-        )
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".md"))
     except OSError as error:
-        raise sse.Failure(f"can't read {folder} ({sse.error_words(error)}): {what_to_do}") from None
+        raise sse.Failure(f"can't read {folder} ({sse.reason(error)}): {hint}") from None
+    names = [name for name in names if not name.startswith(".")]
     if not names:
-        raise sse.Failure(f"there is no *.md in {folder}: {what_to_do}")
+        raise sse.Failure(f"there is no *.md in {folder}: {hint}")
     convert = "convert it to UTF-8 and make it readable, or remove it from VOICE_LLM_KB"
     texts = [sse.read_text(os.path.join(folder, name), convert) for name in names[:most]]
     empty = [name for name, text in zip(names, texts) if not text]
@@ -57,40 +60,32 @@ def long_prompt(texts):
 
 
 def enough_documents():
-    """The texts of the first documents(). Raises sse.Failure where they are too few for this step."""
-    texts = documents(max(COUNTS))
-    if len(texts) < max(COUNTS):
-        raise sse.Failure(
-            f"{sse.plural(len(texts), 'document')} in {sse.setting('VOICE_LLM_KB')}, but step 4 takes {max(COUNTS)}: "
-            "add some, or set VOICE_LLM_KB"
-        )
+    """The texts of the first documents(). Raises sse.Failure where they are too few for step 4."""
+    texts = documents(COUNTS[-1])
+    if 0 < len(texts) < COUNTS[-1]:
+        found = f"{sse.plural(len(texts), 'document')} in {sse.setting('VOICE_LLM_KB')}"
+        hint = "add some, or set VOICE_LLM_KB to another folder, or to none"
+        raise sse.Failure(f"{found}, but step 4 takes {COUNTS[-1]}: {hint}")
     return texts
 
 
 def measure(texts):
-    """Three answers → the content of prefill.json. Times in milliseconds. Raises sse.Failure."""
-    prompts = {docs: long_prompt(texts[:docs]) for docs in COUNTS}
+    """An answer for each prompt → the content of prefill.json, ms. Raises sse.Failure."""
     rows = []
-    for docs, prompt in prompts.items():
+    for docs in COUNTS if texts else [0]:
         sse.wait_idle()
         sse.say(f"{sse.plural(docs, 'document')} ... ", end="")
-        chunks, _, timings = sse.stream(
-            sse.chat(prompt, question()), max_tokens=32, cache_prompt=False
-        )
-        prompt_n, prompt_ms = (
-            sse.required_timing(timings, "prompt_n"),
-            sse.required_timing(timings, "prompt_ms"),
-        )
-        rows.append(
-            {
-                "docs": docs,
-                "prompt_n": prompt_n,
-                "prompt_ms": prompt_ms,
-                "ttft_ms": chunks[0]["t_ms"],
-            }
-        )
-        times = f"prefill {prompt_ms:.1f} ms, first token {chunks[0]['t_ms']:.1f} ms"
-        sse.say(f"{sse.plural(prompt_n, 'token')}, {times}")
+        messages = sse.chat(long_prompt(texts[:docs]), question())
+        chunks, _, timings = sse.stream(messages, max_tokens=32, cache_prompt=False)
+        row = {
+            "docs": docs,
+            "prompt_n": sse.required_timing(timings, "prompt_n"),
+            "prompt_ms": sse.required_timing(timings, "prompt_ms"),
+            "ttft_ms": chunks[0]["t_ms"],
+        }
+        rows.append(row)
+        times = f"prefill {row['prompt_ms']:.1f} ms, first token {row['ttft_ms']:.1f} ms"
+        sse.say(f"{sse.plural(row['prompt_n'], 'token')}, {times}")
     return rows
 
 
@@ -101,13 +96,12 @@ def main():
     )
     check = options.parse_args().check
     texts = enough_documents()
-    long_prompt(texts)
+    long_prompt(texts)  # better to fail before the folder is made
     if check:
-        documents()
-        sse.address()
-        sse.timeout()
+        documents()  # step 5 sends all
+        sse.check_settings()
         return
-    sse.make_out()
+    sse.prepare()
     rows = measure(texts)
     table = ["documents   tokens   prefill ms   first token ms"]
     table += [

@@ -12,8 +12,9 @@ sentence.json:
   text               the whole answer
 
 A sentence ends at the first of . ! ? that white space follows: "3.5" does not
-end one. Only the white space tells, so its fragment gives the time. Without
-such a place the whole answer is one sentence, complete at its end.
+end one. Only the white space tells, so its fragment gives the time. Japanese
+and Chinese put no space there: 。 ！ ？ ｡ end one by themselves. Whichever comes
+first counts. Without any, the whole answer is one sentence.
 """
 
 import re
@@ -22,23 +23,24 @@ import sse
 
 THREE_SENTENCES = "You are a clinic phone assistant. Answer in exactly three short sentences."
 BLOOD_TEST = "How do I prepare for a fasting blood test?"
+SENTENCE_END = re.compile(r"[.!?](?P<space>\s)|[。！？｡]")
 
 
 def first_sentence(chunks, total_ms):
-    """The first sentence of the fragments `chunks` → (its text, the ms at which it was complete)."""
+    """The first sentence of the fragments `chunks` → (its text, the ms when it was complete)."""
     text = "".join(chunk["text"] for chunk in chunks)
-    end = re.search(r"[.!?](?=\s)", text)
+    end = SENTENCE_END.search(text)
     if not end:
         sse.note(
-            "no sentence", "no sentence ended before the answer did: all of it counts as the first"
+            "no sentence", "no sentence ended before the answer: all of it counts as the first"
         )
         return text, total_ms
     received = 0
     for chunk in chunks:
         received += len(chunk["text"])
-        if received > end.end():  # the white space behind the mark is here
+        if received >= end.end():  # the mark, and the white space behind it, are here
             break
-    return text[: end.end()], chunk["t_ms"]
+    return text[: end.end() - bool(end["space"])], chunk["t_ms"]
 
 
 def measure(messages):
@@ -47,9 +49,8 @@ def measure(messages):
     sse.say("three sentences ... ", end="")
     chunks, total_ms, _ = sse.stream(messages, max_tokens=120, cache_prompt=False)
     sentence, sentence_ms = first_sentence(chunks, total_ms)
-    sse.say(
-        f"first token {chunks[0]['t_ms']:.1f}, sentence {sentence_ms:.1f}, answer {total_ms:.1f} ms"
-    )
+    times = f"first token {chunks[0]['t_ms']:.1f}, sentence {sentence_ms:.1f}"
+    sse.say(f"{times}, answer {total_ms:.1f} ms")
     return {
         "ttft_ms": chunks[0]["t_ms"],
         "first_sentence_ms": sentence_ms,
@@ -61,10 +62,8 @@ def measure(messages):
 
 def main():
     sse.parser(__doc__).parse_args()
-    messages = sse.chat(
-        sse.system_prompt(THREE_SENTENCES), sse.setting("VOICE_LLM_QUESTION") or BLOOD_TEST
-    )
-    sse.make_out()
+    messages = sse.chat(sse.system_prompt(THREE_SENTENCES), sse.questions(BLOOD_TEST)[0])
+    sse.prepare()
     result = measure(messages)
     summary = f"the first sentence: {sse.printable(result['first_sentence'])}"
     table = [

@@ -13,14 +13,11 @@ content is here. total_ms: until [DONE]. tokens: the server's own count
 (timings.predicted_n), since a fragment need not be one token.
 """
 
+from statistics import median
+
 import sse
 
 RUNS = 5
-
-
-def median(times):
-    """The middle one of an odd number of times, sorted: the third of five."""
-    return sorted(times)[len(times) // 2]
 
 
 def measure(messages):
@@ -39,12 +36,10 @@ def measure(messages):
         computed.append(timings.get("prompt_n"))
         times = f"first token {run['ttft_ms']:.1f} ms, whole answer {total_ms:.1f} ms"
         sse.say(f"{times}, {sse.plural(run['tokens'], 'token')}")
-    if any(
-        prompt_n != computed[0] for prompt_n in computed
-    ):  # all there is where the server has no cache_n
+    if any(prompt_n != computed[0] for prompt_n in computed):  # where the server has no cache_n
         raise sse.Failure(
-            f"the server computed {', '.join(map(str, computed))} tokens of the same prompt, so the KV cache was on: "
-            "set VOICE_LLM_URL to llama-server itself, without a proxy that drops cache_prompt"
+            f"the server computed {', '.join(map(str, computed))} tokens of the same prompt, so "
+            f"the KV cache was on: {sse.ITSELF}, without a proxy that drops cache_prompt"
         )
     return {
         "runs": runs,
@@ -55,14 +50,11 @@ def measure(messages):
 
 def main():
     sse.parser(__doc__).parse_args()
-    messages = sse.chat(
-        sse.system_prompt(sse.SYSTEM), sse.setting("VOICE_LLM_QUESTION") or sse.QUESTION
-    )
-    sse.make_out()
+    messages = sse.chat(sse.system_prompt(sse.SYSTEM), sse.questions(sse.QUESTION)[0])
+    sse.prepare()
     result = measure(messages)
-    summary = (
-        f"p50: first token {result['ttft_p50']:.1f} ms, whole answer {result['total_p50']:.1f} ms"
-    )
+    first, whole = result["ttft_p50"], result["total_p50"]
+    summary = f"p50: first token {first:.1f} ms, whole answer {whole:.1f} ms"
     table = [" first token ms   whole answer ms   tokens"]
     table += [
         f"{run['ttft_ms']:15.1f} {run['total_ms']:17.1f} {run['tokens']:8}"

@@ -1,552 +1,566 @@
 #!/usr/bin/env python3
 """Step 8: the key figures in one file, and a picture of where the time goes.
 
-Reads what the five measurements wrote, asks no server, and writes report.json:
+Reads what the measurements wrote, asks no server, and writes report.json:
 
   ttft_p50_ms, total_p50_ms        from ttft.json
-  ttft_12docs_ms, prompt_n_12docs  from the last of prefill.json
+  ttft_12docs_ms, prompt_n_12docs  from the last of prefill.json, if it has 12
   cache_ttft_ms                    from cache.json, second
   first_sentence_ms                from sentence.json
   cancel_idle_ms                   from cancel.json, slot_idle_after_ms
 
 Then it prints every time with a bar on one scale, and how many checks hold:
 what must be so within one run. A check that FAILS is listed with its two
-figures, and makes the exit status 1. UNSTEADY marks times that vary too much.
+figures, and makes the exit status 1. UNSTEADY marks times of a single run that
+vary too much. Where a file is missing, the others are shown, report.json is
+not written, and the exit status is 1. A call.json or cancel_prefill.json that
+is older than all the other results is of an earlier run, and is not shown.
+
+A folder with the subfolders 1, 2, ... holds several runs: a figure is the
+median of those that have it ("p50 of 4"), and a check fails where it fails in
+any. --against compares two folders of either kind. The change of a figure is
+~ where the ranges from the lowest to the highest run overlap, = where all runs
+have the same, and else in percent.
 """
 
+import itertools
 import json
+import math
+import operator
 import os
+import re
 import shutil
+import statistics
 import sys
 import textwrap
+import time
 from collections import namedtuple
 
 import sse
 from measure_cache import NEARLY_ALL
 from measure_cancel import CUT
 from measure_prefill import COUNTS
-from measure_ttft import RUNS, median
+from measure_ttft import RUNS
 
-NUMBER = float  # in a shape: a number from 0 up
-BLOCKS = " ▏▎▍▌▋▊▉█"
-FORMATS = {"ms": ".1f", "tokens": ".0f", "ms per token": ".2f"}  # of each unit
+LAB = ("ttft", "prefill", "cache", "sentence", "cancel")
+PAST_THE_LAB = ("call", "cancel_prefill")
+SCRIPTS = {name: f"measure_{name}.py" for name in LAB}  # what makes which file
+SCRIPTS.update(call="measure_cache.py --call", cancel_prefill="measure_cancel.py --during-prefill")
+SCRIPTS.update(props="sse.py --server", request="sse.py")
+TURNS = 6  # of each call
+ENOUGH = 200  # tokens of a call's first turn: fewer cost too little to tell a hit from a miss
+FLOOR_MS = 100  # the notice of a hang-up and a look at /slots may take as much on any server
 
-
-def numbers(*keys):
-    return dict.fromkeys(keys, NUMBER)
-
-
-REQUEST = numbers("prompt_n", "ttft_ms")
-SHAPES = {  # what each file must hold; one with "?", file or key, may be missing
-    "ttft.json": {
-        "runs": [numbers("ttft_ms", "total_ms", "tokens")] * RUNS,
-        **numbers("ttft_p50", "total_p50"),
-    },
-    "prefill.json": [numbers("docs", "prompt_n", "prompt_ms", "ttft_ms")] * len(COUNTS),
-    "cache.json": {
-        "first": REQUEST,
-        "second": REQUEST,
-        "changed_suffix?": REQUEST,
-        "changed_prefix": REQUEST,
-    },
-    "sentence.json": {
-        **numbers("ttft_ms", "first_sentence_ms", "total_ms"),
-        "first_sentence": str,
-        "text": str,
-    },
-    "cancel.json": numbers("max_tokens", "received_tokens", "closed_at_ms", "slot_idle_after_ms"),
-    "cancel_prefill.json?": numbers("docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"),
-    "props.json?": {},
-}
-
-# One figure: what it is called, its value, "ms", "tokens" or "ms per token", words that explain it, whether it can
-# be relied on, and its key in report.json, if it has one.
-Row = namedtuple("Row", "name value unit words steady key", defaults=("", True, ""))
-
-# What must hold within one run: the step it is about, a sentence, `left sign right`, and what a failure comes from,
-# where the figures tell.
-Check = namedtuple("Check", "step text left sign right cause", defaults=("",))
+# figures: {"cache.second.prompt_n": 1, …}; times: when each file of results was written.
+Run = namedtuple("Run", "folder figures times")
 
 
-# ---------------------------------------------------------------------------- the files
-def script_of(name):
-    """The script that writes the file `name`."""
-    others = {
-        "cancel_prefill.json": "measure_cancel.py --during-prefill",
-        "props.json": "sse.py --server",
-    }
-    return others.get(name) or f"measure_{name[:-5]}.py"
+# ---- the files
+def one_of(*values):
+    return (lambda value: value in values), " or ".join(map(json.dumps, values))
 
 
-def load(folder, setting):
-    """The results in `folder` → {"ttft": content of ttft.json, …}; optional files only where this run wrote them.
-
-    `setting`: what names the folder. Raises sse.Failure naming every missing file and its script, or the file and the
-    key that is not what it must be.
-    """
-    missing = [
-        name
-        for name in SHAPES
-        if not name.endswith("?") and not os.path.exists(os.path.join(folder, name))
-    ]
-    if missing:
-        fake = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fake-results")
-        what = (
-            f"missing in {folder}"
-            if os.path.isdir(folder)
-            else f"there is no folder {folder} with results"
-        )
-        names = ", ".join(f"{name} ({script_of(name)} makes it)" for name in missing)
-        other = f"; the simulated ones are in {fake}" if os.path.isdir(fake) else ""
-        raise sse.Failure(
-            f"{what}: {names}: run these, or set {setting} to the folder of the results{other}"
-        )
-    results, times = {}, {name: time for time, name in written(folder)}
-    required = min(times[name] for name in SHAPES if not name.endswith("?"))
-    if times.get("cancel_prefill.json", required) < required - 1:
-        del times["cancel_prefill.json"]  # of an earlier run: this one has not measured it
-    for name, shape in SHAPES.items():
-        path, again = (
-            os.path.join(folder, name.rstrip("?")),
-            f"run {script_of(name.rstrip('?'))} again",
-        )
-        if name.rstrip("?") not in times:
-            continue
-        try:
-            with open(path, encoding="utf-8-sig") as file:
-                content = json.load(file)
-        except OSError as error:
-            raise sse.Failure(f"can't read {path} ({error.strerror}): make it readable") from None
-        except (ValueError, RecursionError):
-            raise sse.Failure(f"{path} is not JSON: {again}") from None
-        wrong = mismatch(content, shape)
-        if wrong:
-            raise sse.Failure(f"{path}: {wrong}: {again}")
-        results[os.path.basename(path)[:-5]] = content
-    docs = [row["docs"] for row in results["prefill"]]
-    if docs != list(COUNTS):
-        raise sse.Failure(
-            f"{folder}/prefill.json: docs is {docs}, not {list(COUNTS)}: run measure_prefill.py again"
-        )
-    return results
+NUMBER = sse.is_number, "a number from 0 up"
+MAYBE = (lambda value: value is None or sse.is_number(value)), "a number from 0 up or null"
+TEXT = (lambda value: isinstance(value, str)), "a text"
+CALLS = "call.no_clock call.clock_in_message call.clock_not_kept call.clock_in_system"
+CALL_TURNS = " ".join(f"{call}.{turn}" for call in CALLS.split() for turn in range(TURNS))
+CACHES = "cache.first cache.second cache.changed_suffix cache.changed_prefix"
+SHAPES = (  # what must be in the files: where, its keys, what each of them is
+    ("ttft", "ttft_p50 total_p50", NUMBER),
+    ("ttft.runs", "rows", one_of(RUNS)),
+    (" ".join(f"ttft.runs.{run}" for run in range(RUNS)), "ttft_ms total_ms tokens", NUMBER),
+    ("prefill", "rows", one_of(1, len(COUNTS))),
+    *((f"prefill.{row}", "docs", one_of(docs)) for row, docs in enumerate(COUNTS)),
+    ("prefill.0 prefill.1 prefill.2", "prompt_n prompt_ms ttft_ms", NUMBER),
+    (CACHES, "prompt_n ttft_ms", NUMBER),
+    ("sentence", "ttft_ms first_sentence_ms total_ms", NUMBER),
+    ("sentence", "first_sentence text", TEXT),
+    ("cancel", "max_tokens received_tokens closed_at_ms slot_idle_after_ms", NUMBER),
+    ("call", "interrupted", one_of(3, None)),
+    (CALLS, "rows", one_of(TURNS)),
+    (CALL_TURNS, "turn prompt_n ttft_ms", NUMBER),
+    (CALL_TURNS, "cache_n first_sentence_ms", MAYBE),
+    ("cancel_prefill", "docs closed_at_ms next_ttft_ms next_prompt_ms", NUMBER),
+    ("request.messages.0 request.messages.1", "content", TEXT),
+)
+OPTIONAL = ("cache.changed_suffix", "prefill.1", "prefill.2")
 
 
-def mismatch(value, shape, where=""):
-    """What of `value` is not as `shape` says, "" where all is. `where`: the keys that lead to it."""
-    inner = []
-    if shape in (NUMBER, str):
-        number = shape is NUMBER
-        ok, kind = (
-            (sse.is_number(value), "a number from 0 up")
-            if number
-            else (isinstance(value, str), "a text")
-        )
-    elif isinstance(shape, list):
-        ok, kind = isinstance(value, list) and len(value) == len(shape), f"a list of {len(shape)}"
-        inner = (
-            [(item, shape[0], f"{where}[{index}]") for index, item in enumerate(value)]
-            if ok
-            else []
-        )
-    else:
-        ok, kind = isinstance(value, dict), "an object"
-        keys = (
-            [key.rstrip("?") for key in shape if not key.endswith("?") or key[:-1] in value]
-            if ok
-            else []
-        )
-        inner = [
-            (value.get(key), shape.get(key) or shape[f"{key}?"], f"{where} {key}".strip())
-            for key in keys
-        ]
-    if not ok:
-        what = "is missing or null" if value is None else f"is {value!r:.40}, not {kind}"
-        return f"{where} {what}".strip()
-    return next(filter(None, (mismatch(*item) for item in inner)), "")
+def flat(value, way):
+    """Everything in `value` by the way that leads to it: {"cache": {…}, "cache.second": {…}, …}."""
+    found = {way: value}
+    if isinstance(value, list):
+        value = {**dict(enumerate(value)), "rows": len(value)}
+    for key, item in value.items() if isinstance(value, dict) else ():
+        found.update(flat(item, f"{way}.{key}"))
+    return found
 
 
-def written(folder):
-    """When each result in `folder` was written → [(time, name), …], the oldest first."""
-    paths = [os.path.join(folder, name.rstrip("?")) for name in SHAPES]
-    return sorted(
-        (os.path.getmtime(path), os.path.basename(path)) for path in paths if os.path.exists(path)
-    )
+def read(path, name):
+    """The look-up of one file. Raises sse.Failure naming the file, and the key that is wrong."""
+    again = f"run {SCRIPTS[name]} again"
+    try:
+        found = flat(json.loads(sse.read_text(path, again)), name)
+    except (ValueError, RecursionError):
+        raise sse.Failure(f"{path} is not JSON: {again}") from None
+    for places, names, (fits, kind) in SHAPES:
+        for place, key in itertools.product(places.split(), names.split()):
+            way = f"{place}.{key}"
+            needed = place.split(".")[0] == name and (place in found or place not in OPTIONAL)
+            if needed and not fits(value := found.get(way)):
+                wrong = "is missing or null" if value is None else f"is {value!r:.40}, not {kind}"
+                raise sse.Failure(f"{path}: {way[len(name) + 1 :]} {wrong}: {again}")
+    return found
 
 
-def written_apart(folder):
-    """A line that asks whether the files are of one run, if a run would have written them in another way; "" if not."""
-    times = {name: time for time, name in written(folder)}
-    (oldest, old), *_, (newest, new) = written(folder)
-    if newest - oldest >= 600:
-        return (
-            f"{old} is {(newest - oldest) / 60:.0f} minutes older than {new}: are they of one run?"
-        )
-    order = [name for name in SHAPES if not name.endswith("?")]
-    for early, late in zip(order, order[1:]):
-        if times[late] < times[early] - 1:
-            return f"{late} is older than {early}: are they of one run?"
-    return ""
+def load_run(folder, without):
+    """The files of one run but those in `without` → Run. Raises sse.Failure."""
+    paths = {name: os.path.join(folder, f"{name}.json") for name in SCRIPTS if name not in without}
+    times = {name: os.path.getmtime(path) for name, path in paths.items() if os.path.exists(path)}
+    oldest = min((times[name] for name in LAB if name in times), default=0)
+    for name in PAST_THE_LAB:
+        if times.get(name, oldest) < oldest - 1:
+            del times[name]  # of an earlier run: this one has not measured it
+    figures = {}
+    for name in times:
+        figures.update(read(paths[name], name))
+    derive(figures)
+    return Run(folder, figures, [times[name] for name in LAB + PAST_THE_LAB if name in times])
 
 
-# ---------------------------------------------------------------------------- the figures
-def rows(results):
-    """Every figure → [Row, …], in the order in which they are shown."""
-    ttft, prefill, cache = results["ttft"], results["prefill"], results["cache"]
-    sentence, cancel, early = results["sentence"], results["cancel"], results.get("cancel_prefill")
+def load(folder, without=()):
+    """The runs in the subfolders 1, 2, … of `folder`, or the one in itself → [Run, …]."""
+    names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
+    numbers = sorted((name for name in names if re.fullmatch("[0-9]+", name)), key=int)
+    runs = [load_run(os.path.join(folder, number), without) for number in numbers]
+    return [run for run in runs if run.times] or [load_run(folder, without)]
+
+
+def missing(folder, runs, setting):
+    """What to say of the lab's files that none of `runs` has; "" if there is nothing to say."""
+    names = [name for name in LAB if runs and not known(runs, name)]
+    what = f"missing in {folder}" if os.path.isdir(folder) else f"no folder {folder} with results"
+    made = ", ".join(f"{name}.json ({SCRIPTS[name]} makes it)" for name in names)
+    fake = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fake-results")
+    other = f"; the simulated ones are in {fake}" if os.path.isdir(fake) else ""
+    do = f"run these, then report.py, or set {setting} to the folder of the results{other}"
+    return f"{what}: {made}: {do}" if names else ""
+
+
+# ---- the rows
+# A figure: its name; its way in the look-up f; words on a single run, phrases with commas between;
+# its key in report.json, if it has one; its unit.
+Row = namedtuple("Row", "name way words report unit", defaults=("", "", "ms"))
+FORMATS = {"ms": ".1f", "tokens": ".10g", "ms per token": ".2f"}  # of each unit
+FIVE = "p50 of 5, {f[AT][0]:.1f} to {f[AT][4]:.1f}"
+PREFILL = "{f[AT.tokens]} at {f[AT.each]:.2f} ms, prefill {f[AT.share]:.0%}"
+COMPUTED = "{f[AT.computed]}"
+HIT = COMPUTED + ", first: {f[cache.first.prompt_n]}"
+SPEECH = "speech, {f[sentence.after]:.1f} after the first token"
+CLOSED = "closed at {f[cancel.closed_at_ms]:.1f} with {f[cancel.received]}"
+NEXT = "hang-up in prefill, its own: {f[cancel_prefill.next_prompt_ms]:.1f}"
+PARTS = "{f[call.no_clock.5.ttft_ms]:.1f} first token, {f[call.no_clock.5.after]:.1f} generation"
+
+
+def request(name, at, words, report="", report_tokens=""):
+    """The two rows of one request: its first token, and the tokens that were computed for it."""
+    tokens = "tokens, " + name.replace("first token, ", "")
+    yield Row(name, f"{at}.ttft_ms", words.replace("AT", at), report)
+    yield Row(tokens, f"{at}.prompt_n", "", report_tokens, "tokens")
+
+
+ROWS = (
+    Row("first token", "ttft.ttft_p50", FIVE.replace("AT", "ttft.firsts"), "ttft_p50_ms"),
+    Row("whole answer", "ttft.total_p50", FIVE.replace("AT", "ttft.totals"), "total_p50_ms"),
+    *request("first token, 0 docs", "prefill.0", PREFILL),
+    *request("first token, 4 docs", "prefill.1", PREFILL),
+    *request("first token, 12 docs", "prefill.2", PREFILL, "ttft_12docs_ms", "prompt_n_12docs"),
+    *request("cache, first", "cache.first", COMPUTED),
+    *request("cache, same again", "cache.second", HIT, "cache_ttft_ms"),
+    *request("cache, clock last", "cache.changed_suffix", HIT),
+    *request("cache, clock first", "cache.changed_prefix", HIT),
+    Row("first sentence", "sentence.first_sentence_ms", SPEECH, "first_sentence_ms"),
+    Row("stop after hang-up", "cancel.slot_idle_after_ms", CLOSED, "cancel_idle_ms"),
+    Row("next caller waits", "cancel_prefill.next_ttft_ms", NEXT),
+    *request("turn 6, no clock", "call.no_clock.5", COMPUTED),
+    *request("turn 6, clock in message", "call.clock_in_message.5", COMPUTED),
+    *request("turn 6, clock not kept", "call.clock_not_kept.5", COMPUTED),
+    *request("turn 6, clock in system", "call.clock_in_system.5", COMPUTED),
+    *request("turn 4, interruption", "call.turn_4", COMPUTED),
+    Row("turn 6, first sentence", "call.no_clock.5.first_sentence_ms", PARTS),
+    Row("ms per token, answer", "ttft.each", unit="ms per token"),
+    Row("ms per token, 12 docs", "prefill.2.cost", unit="ms per token"),
+    Row("ms per token, cache, first", "cache.first.cost", unit="ms per token"),
+    Row("ms per token, cache, clock first", "cache.changed_prefix.cost", unit="ms per token"),
+)
+
+
+def identity(props):
+    """What props.json tells of the server → {"model": its file, "context": "context 4096", …}."""
+    props = props if isinstance(props, dict) else {}
+    told = {key: f"{key} {value}" for key, value in sse.server_of(props).items()}
+    names = (os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias"))
+    model, *alias = [*filter(None, dict.fromkeys(names)), ""]
+    if model == sse.SIMULATED:  # once is enough
+        return {**told, "model": model, "build": ""}
+    return {**told, "model": f"{model} ({alias[0]})" if alias and alias[0] else model}
+
+
+def derive(f):
+    """Add to the look-up of a run what follows from its figures."""
+    f.update({f"server.{key}": text for key, text in identity(f.get("props")).items()})
+    if f.get("call.interrupted"):
+        f.update(flat(f["call.no_clock.3"], "call.turn_4"))
+    if f.get("call.no_clock.0.prompt_n", 0) >= ENOUGH:
+        for key in "prompt_n", "ttft_ms":
+            f[f"call.first.{key}"], *later = (turn[key] for turn in f["call.no_clock"])
+            f[f"call.least.{key}"], f[f"call.most.{key}"] = min(later), max(later)
+        f["call.nearly_all"] = NEARLY_ALL * f["call.first.prompt_n"]
+        f["call.in_message"] = f["call.clock_in_message.5.prompt_n"]
+        f["call.in_system"] = f["call.clock_in_system.5.prompt_n"]
+    for at in [row.way[:-9] for row in ROWS if row.way.endswith(".prompt_n") and row.way in f]:
+        tokens, ttft_ms, reused = (f[at].get(key) for key in ("prompt_n", "ttft_ms", "cache_n"))
+        of = "" if reused is None else f"{tokens} of "
+        f[f"{at}.tokens"] = sse.plural(tokens, "token")
+        f[f"{at}.computed"] = f"{of}{sse.plural(tokens + (reused or 0), 'token')} computed"
+        f[f"{at}.cost"] = ttft_ms / max(tokens, 1)
+        f[f"{at}.each"] = f[at].get("prompt_ms", 0) / max(tokens, 1)
+        f[f"{at}.share"] = f[at].get("prompt_ms", 0) / max(ttft_ms, 0.001)
+    for at in "sentence", "call.no_clock.5":
+        if f.get(f"{at}.first_sentence_ms") is not None:
+            f[f"{at}.after"] = f[f"{at}.first_sentence_ms"] - f[f"{at}.ttft_ms"]
+    if "ttft" in f:
+        runs = [[run[key] for key in ("ttft_ms", "total_ms", "tokens")] for run in f["ttft.runs"]]
+        f["ttft.firsts"], f["ttft.totals"], _ = map(sorted, zip(*runs))
+        f["ttft.third"], f["ttft.third_total"] = f["ttft.firsts"][2], f["ttft.totals"][2]
+        f["ttft.latest"], f["ttft.its_end"], _ = min(runs, key=lambda run: run[1] - run[0])
+        costs = [(total - first) / (tokens - 1) for first, total, tokens in runs if tokens > 1]
+        f["ttft.each"] = statistics.median(costs) if costs else None
+    if "cache" in f:
+        f["cache.most"] = NEARLY_ALL * f["cache.first.prompt_n"]
+        f["cache.prefix_n"] = f["cache.changed_prefix.prompt_n"]
+        f["cache.prefix_ms"] = f["cache.changed_prefix.ttft_ms"]
+    if "sentence" in f:
+        first = f["sentence.first_sentence"]
+        f["sentence.length"] = len(first)
+        f["sentence.begins"] = len(first) * f["sentence.text"].startswith(first)
+    if "cancel" in f:
+        received = f["cancel.received_tokens"]
+        rest_ms = (f["cancel.max_tokens"] - received) * f["cancel.closed_at_ms"] / max(received, 1)
+        f["cancel.received"] = sse.plural(received, "fragment")
+        f["cancel.half_ms"] = max(FLOOR_MS, 0.5 * rest_ms)
+        f["cancel.idle_ms"] = f["cancel.slot_idle_after_ms"]
+
+
+def unsteady(f):
+    """The ways in the look-up of a single run to what one more measurement may change."""
+    times = {"ttft.ttft_p50": f.get("ttft.firsts"), "ttft.total_p50": f.get("ttft.totals")}
+    ways = {way for way, spent in times.items() if spent and spent[-1] > 2 * spent[0]}
+    # Cold prompts of one run should cost the same for each token; each was measured only once. One
+    # that is much longer may cost more: attention grows with the length.
+    cold = [at for at in ("prefill.2", "cache.first", "cache.changed_prefix") if at in f]
+    for pair in itertools.combinations(cold, 2):
+        tokens, costs = ([f[f"{at}.{key}"] for at in pair] for key in ("prompt_n", "cost"))
+        if max(tokens) <= 2 * min(tokens) and max(costs) > 1.5 * min(costs):
+            ways |= {f"{at}.{key}" for at in pair for key in ("ttft_ms", "cost")}
+    if "cancel_prefill" in f and "cache" in f:
+        longest = f["cache.first.ttft_ms"] + f["cancel_prefill.next_prompt_ms"]
+        if f["cancel_prefill.next_ttft_ms"] > 1.5 * longest:
+            ways.add("cancel_prefill.next_ttft_ms")
+    return ways
+
+
+# A row of some runs: the values of those that have it, their median, words, whether to rely on it.
+Figure = namedtuple("Figure", "row values median words steady")
+
+
+def known(runs, way):
+    return [run.figures[way] for run in runs if run.figures.get(way) is not None]
+
+
+def figures(runs):
+    """What `runs` measured → {name of the row: Figure}, in the order in which they are shown."""
+    table, f = {}, runs[0].figures if len(runs) == 1 else {}
+    doubtful = unsteady(f)
+    for row in ROWS:
+        if values := known(runs, row.way):
+            words = f"p50 of {len(values)}, {min(values):.1f} to {max(values):.1f}"
+            words = row.words.format(f=f) if f else words
+            if row.name == "whole answer" and known(runs, "ttft.each"):
+                words += f", {statistics.median(known(runs, 'ttft.each')):.1f} ms a token"
+            steady = row.way not in doubtful
+            words += ", UNSTEADY" * (not steady)
+            table[row.name] = Figure(row, values, statistics.median(values), words, steady)
+    return table
+
+
+# ---- what must hold
+REUSES = "the model (sliding window, recurrent memory: --swa-full helps some) or a flag of "
+REUSES += "llama-server (--no-cache-prompt)"
+RELAY = "the server may have gone on to the end, as behind a relay that swallows a hang-up: "
+RELAY += "set VOICE_LLM_URL to llama-server itself"
+KEPT = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
+# What a failure may come from: two figures that relate so where it does, and the words for it.
+NO_DOCS = "prefill 0 <= 0", "the documents add no tokens: look into VOICE_LLM_KB"
+MISS = "cache most <= second.prompt_n", f"second reused nothing: {REUSES}"
+WARM = "cache prefix_n < most", KEPT
+WENT_ON = "cancel received_tokens < max_tokens", RELAY
+AGAIN = "call nearly_all <= least.prompt_n", f"the turns of a call reused nothing: {REUSES}"
+
+CHECKS = (  # a sentence; a file, and how two of its figures relate; what a failure may come from
+    ("the first token comes before the end, in every run", "ttft latest < its_end"),
+    ("ttft_p50 is the third of the five sorted runs", "ttft ttft_p50 == third"),
+    ("total_p50 is the third of the five sorted runs", "ttft total_p50 == third_total"),
+    ("4 documents are more tokens than none", "prefill 0.prompt_n < 1.prompt_n", NO_DOCS),
+    ("12 documents are more tokens than 4", "prefill 1.prompt_n < 2.prompt_n", NO_DOCS),
+    ("4 documents delay the first token", "prefill 0.ttft_ms < 1.ttft_ms"),
+    ("12 documents delay it more", "prefill 1.ttft_ms < 2.ttft_ms"),
+    ("no documents: prefill is over at the first token", "prefill 0.prompt_ms <= 0.ttft_ms"),
+    ("4 documents: prefill is over at the first token", "prefill 1.prompt_ms <= 1.ttft_ms"),
+    ("12 documents: prefill is over at the first token", "prefill 2.prompt_ms <= 2.ttft_ms"),
+    ("a hit computes fewer tokens than first", "cache second.prompt_n < first.prompt_n", MISS),
+    ("a hit is faster than first", "cache second.ttft_ms < first.ttft_ms", MISS),
+    (f"changed prefix: {NEARLY_ALL} of first is computed again", "cache most <= prefix_n", WARM),
+    ("changed prefix: slower than a hit", "cache second.ttft_ms < prefix_ms", MISS, WARM),
+    ("first token, then first sentence", "sentence ttft_ms <= first_sentence_ms"),
+    ("first sentence, then the end", "sentence first_sentence_ms <= total_ms"),
+    ("the text starts with the sentence (characters)", "sentence begins == length"),
+    ("fragments came before the close", "cancel 0 < received_tokens"),
+    ("the close came before the last token", "cancel received_tokens < max_tokens"),
+    (f"closed at {CUT * 1000:.0f} ms or later", f"cancel {CUT * 1000:.0f} <= closed_at_ms"),
+    ("the slot was idle before half of the rest was due", "cancel idle_ms < half_ms", WENT_ON),
+    ("turns 2 to 6 compute less than turn 1", "call most.prompt_n < first.prompt_n", AGAIN),
+    ("turns 2 to 6 have their first token sooner", "call most.ttft_ms < first.ttft_ms", AGAIN),
+    ("turn 6: in system computes more than in message", "call in_message < in_system", AGAIN),
+)
+SIGNS = {"<": operator.lt, "<=": operator.le, "==": operator.eq}
+
+# A check of some runs: two figures, of the first that fails or of the first; the runs that fail.
+Check = namedtuple("Check", "file text left sign right failed causes")
+
+
+def relate(f, relation):
+    """Two figures of a file → (left, sign, right, whether that holds); () where one is missing."""
+    file, left, sign, right = relation.split()
+    left, right = (int(n) if n.isdecimal() else f.get(f"{file}.{n}") for n in (left, right))
+    return () if None in (left, right) else (left, sign, right, SIGNS[sign](left, right))
+
+
+def checks(runs):
+    """What must hold in each of `runs`, as far as their files tell → [Check, …]."""
     table = []
-
-    for name, key in ("first token", "ttft"), ("whole answer", "total"):
-        times = sorted(run[f"{key}_ms"] for run in ttft["runs"])
-        words = f"p50 of {RUNS}, {times[0]:.1f} to {times[-1]:.1f}"
-        table.append(
-            Row(name, ttft[f"{key}_p50"], "ms", words, times[-1] <= 2 * times[0], f"{key}_p50_ms")
-        )
-
-    # Cold prompts of one run should cost the same for each token; each was measured only once.
-    cold = {
-        f"{COUNTS[-1]} docs": prefill[-1],
-        "cache, first": cache["first"],
-        "cache, clock first": cache["changed_prefix"],
-    }
-    ms_per_token = {name: row["ttft_ms"] / max(row["prompt_n"], 1) for name, row in cold.items()}
-    steady = max(ms_per_token.values()) <= 1.5 * min(ms_per_token.values())
-
-    for row in prefill:
-        name, last = f"{row['docs']} docs", row is prefill[-1]
-        prefill_ms, share = (
-            row["prompt_ms"] / max(row["prompt_n"], 1),
-            row["prompt_ms"] / max(row["ttft_ms"], 0.001),
-        )
-        words = f"{row['prompt_n']} tokens at {prefill_ms:.2f} ms, prefill {share:.0%}"
-        key = "ttft_12docs_ms" if last else ""
-        table.append(
-            Row(f"first token, {name}", row["ttft_ms"], "ms", words, steady or not last, key)
-        )
-        table.append(
-            Row(f"tokens, {name}", row["prompt_n"], "tokens", key="prompt_n_12docs" if last else "")
-        )
-
-    for name, key in (
-        ("cache, first", "first"),
-        ("cache, same again", "second"),
-        ("cache, clock last", "changed_suffix"),
-        ("cache, clock first", "changed_prefix"),
-    ):
-        if key in cache:
-            words = f"{sse.plural(cache[key]['prompt_n'], 'token')} computed"
-            words += f" (first: {cache['first']['prompt_n']})" if key != "first" else ""
-            report_key = "cache_ttft_ms" if key == "second" else ""
-            table.append(
-                Row(
-                    name, cache[key]["ttft_ms"], "ms", words, steady or name not in cold, report_key
-                )
-            )
-            table.append(Row(f"tokens, {name}", cache[key]["prompt_n"], "tokens"))
-
-    after = sentence["first_sentence_ms"] - sentence["ttft_ms"]
-    words = f"speech starts; {after:.1f} after first token"
-    table.append(
-        Row("first sentence", sentence["first_sentence_ms"], "ms", words, key="first_sentence_ms")
-    )
-    words = f"closed at {cancel['closed_at_ms']:.1f}, {sse.plural(cancel['received_tokens'], 'fragment')} received"
-    table.append(
-        Row("stop after hang-up", cancel["slot_idle_after_ms"], "ms", words, key="cancel_idle_ms")
-    )
-    if early:
-        words = f"hang-up in prefill; its own: {early['next_prompt_ms']:.1f}"
-        longest = (
-            cache["first"]["ttft_ms"] + early["next_prompt_ms"]
-        )  # the whole prompt, and then its own
-        table.append(
-            Row(
-                "next caller waits",
-                early["next_ttft_ms"],
-                "ms",
-                words,
-                early["next_ttft_ms"] <= 1.5 * longest,
-            )
-        )
-    return table + [
-        Row(f"ms per token, {name}", ms, "ms per token", "", steady)
-        for name, ms in ms_per_token.items()
-    ]
+    for text, relation, *causes in CHECKS:
+        found = [(run, two) for run in runs if (two := relate(run.figures, relation))]
+        failed = [(run, related) for run, related in found if not related[-1]]
+        for run, related in (failed or found)[:1]:
+            words = [text for when, text in causes if relate(run.figures, when)[-1]]
+            names = [os.path.basename(run.folder) for run, _ in failed]
+            table.append(Check(relation.split()[0], text, *related[:3], names, words[:1]))
+    return table
 
 
-def figures(table):
-    """The content of report.json."""
-    return {row.key: row.value for row in table if row.key}
-
-
-def bar(length, unicode):
-    """A bar `length` characters long, a float; never empty. In eighths of a block, or whole # marks."""
-    if not unicode:
-        return "#" * max(1, round(length))
-    eighths = max(1, round(length * 8))
-    return BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8].strip()
-
-
-def picture(table, width, unicode):
-    """The times of `table` as aligned lines of at most `width` columns: name, ms, bar, words (below, if narrow)."""
-    times = [row for row in table if row.unit == "ms"]
-    name_width = max(len(row.name) for row in times)
-    bar_width = max(4, min(24, width - name_width - 52))
-    left = name_width + 14 + bar_width
-    beside = width - left >= 24
-    scale = bar_width / max(max(row.value for row in times), 0.001)
-    lines = []
-    for row in times:
-        start = f"{row.name:{name_width}} {row.value:8.1f} ms {bar(row.value * scale, unicode)}"
-        words = row.words if row.steady else f"{row.words}, UNSTEADY"
-        wrapped = textwrap.wrap(words, width - left if beside else width - 2)
-        if beside:
-            lines += [
-                f"{text:{left}}{line}" for text, line in zip([start, *[""] * len(wrapped)], wrapped)
-            ]
-        else:
-            lines += [start, *(f"  {line}" for line in wrapped)]
-    if not all(row.steady for row in times):
-        lines += textwrap.wrap(
-            "Rows that are marked vary too much: measure again on an idle machine.", width
-        )
-    return lines
-
-
-# ---------------------------------------------------------------------------- what must hold
-def checks(results):
-    """What must hold within one run → [Check, …]."""
-    runs, prefill, cache = results["ttft"]["runs"], results["prefill"], results["cache"]
-    sentence, cancel = results["sentence"], results["cancel"]
-    closest = min(runs, key=lambda run: run["total_ms"] - run["ttft_ms"])
-    text = "the first token comes before the end, in every run"
-    table = [Check("ttft", text, closest["ttft_ms"], "<", closest["total_ms"])]
-    for key in "ttft", "total":
-        third, text = (
-            median([run[f"{key}_ms"] for run in runs]),
-            f"{key}_p50 is the third of the five sorted runs",
-        )
-        table.append(Check("ttft", text, results["ttft"][f"{key}_p50"], "==", third))
-
-    none, four, twelve = prefill
-    no_tokens = "the documents add no tokens: look into VOICE_LLM_KB"
-    table += [
-        Check(
-            "prefill",
-            "4 documents are more tokens than none",
-            none["prompt_n"],
-            "<",
-            four["prompt_n"],
-            no_tokens,
-        ),
-        Check(
-            "prefill",
-            "12 documents are more tokens than 4",
-            four["prompt_n"],
-            "<",
-            twelve["prompt_n"],
-            no_tokens,
-        ),
-        Check(
-            "prefill", "4 documents delay the first token", none["ttft_ms"], "<", four["ttft_ms"]
-        ),
-        Check("prefill", "12 documents delay it more", four["ttft_ms"], "<", twelve["ttft_ms"]),
-    ]
-    for name, row in zip(("no documents", "4 documents", "12 documents"), prefill):
-        text = f"{name}: prefill is over at the first token"
-        table.append(Check("prefill", text, row["prompt_ms"], "<=", row["ttft_ms"]))
-
-    first, second, prefix = cache["first"], cache["second"], cache["changed_prefix"]
-    most = NEARLY_ALL * first["prompt_n"]
-    no_hit = warm = ""
-    if second["prompt_n"] >= most:
-        no_hit = "second reused nothing: the model (sliding window, recurrent memory: --swa-full helps some) or "
-        no_hit += "a flag of llama-server (--no-cache-prompt)"
-    if prefix["prompt_n"] < most:
-        warm = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
-    table += [
-        Check(
-            "cache",
-            "a hit computes fewer tokens than first",
-            second["prompt_n"],
-            "<",
-            first["prompt_n"],
-            no_hit,
-        ),
-        Check(
-            "cache", "a hit is faster than first", second["ttft_ms"], "<", first["ttft_ms"], no_hit
-        ),
-        Check(
-            "cache",
-            f"changed prefix: {NEARLY_ALL} of first is computed again",
-            most,
-            "<=",
-            prefix["prompt_n"],
-            warm,
-        ),
-        Check(
-            "cache",
-            "changed prefix: slower than a hit",
-            second["ttft_ms"],
-            "<",
-            prefix["ttft_ms"],
-            no_hit or warm,
-        ),
-    ]
-
-    length = len(sentence["first_sentence"])
-    begins = length if sentence["text"].startswith(sentence["first_sentence"]) else 0
-    table += [
-        Check(
-            "sentence",
-            "first token, then first sentence",
-            sentence["ttft_ms"],
-            "<=",
-            sentence["first_sentence_ms"],
-        ),
-        Check(
-            "sentence",
-            "first sentence, then the end",
-            sentence["first_sentence_ms"],
-            "<=",
-            sentence["total_ms"],
-        ),
-        Check("sentence", "the text starts with the sentence (characters)", begins, "==", length),
-    ]
-
-    received, closed_ms = cancel["received_tokens"], cancel["closed_at_ms"]
-    # Half of the time that the rest of the answer would have taken:
-    half_ms = 0.5 * (cancel["max_tokens"] - received) * closed_ms / max(received, 1)
-    went_on = ""
-    if half_ms > 0:
-        went_on = (
-            "the server may have gone on to the end, as behind a relay that swallows a hang-up: "
-        )
-        went_on += "set VOICE_LLM_URL to llama-server itself"
-    idle_ms = cancel["slot_idle_after_ms"]
-    return table + [
-        Check("cancel", "fragments came before the close", 0, "<", received),
-        Check(
-            "cancel", "the close came before the last token", received, "<", cancel["max_tokens"]
-        ),
-        Check("cancel", "closed at 500 ms or later", CUT * 1000, "<=", closed_ms),
-        Check(
-            "cancel",
-            "the slot was idle before half of the rest was due",
-            idle_ms,
-            "<",
-            half_ms,
-            went_on,
-        ),
-    ]
-
-
-def holds(check):
-    """Whether `left sign right`."""
-    left, right = check.left, check.right
-    return {"<": left < right, "<=": left <= right, "==": left == right}[check.sign]
-
-
-def check_lines(table, width):
-    """A line for each check: ok or FAILS, the sentence, its two figures. Below a FAILS, the step to run again."""
+def check_lines(table, several):
+    """A line for each check, with its two figures; below one that FAILS, what to run again."""
     lines = []
     for check in table:
         two = f"{round(check.left, 3):.10g} {check.sign} {round(check.right, 3):.10g}"
-        line = (
-            f"{'ok' if holds(check) else 'FAILS':6} {check.text:{51 if width >= 80 else 1}} {two}"
-        )
-        lines += textwrap.wrap(line, width, subsequent_indent=" " * 7)
-        lines += [] if holds(check) else [f"       run measure_{check.step}.py again"]
+        lines.append(f"{'FAILS' if check.failed else 'ok':6} {check.text:51} {two}")
+        if check.failed:
+            where = f" in run {', '.join(check.failed)}:" if several else ""
+            lines.append(f"      {where} run {SCRIPTS[check.file]} again")
     return lines
 
 
-# ---------------------------------------------------------------------------- two runs
-def comparison(old, new, width):
-    """The rows of two runs as lines of at most `width` columns: old, new, change in percent; report.json's first."""
-    both = {}
-    for side, results in enumerate((old, new)):
-        for row in rows(results):
-            both.setdefault(row.name, [None, None])[side] = row
-    wide = width >= 78
-    lines = [f"{'':32} {'old':>12} {'new':>12}    change" if wide else "old, new, change"]
-    for name, (was, now) in sorted(
-        both.items(), key=lambda item: not any(row and row.key for row in item[1])
-    ):
-        left, right = (
-            "not measured" if row is None else f"{row.value:{FORMATS[row.unit]}}"
-            for row in (was, now)
-        )
-        change = ""
-        if was and now:  # adding 0.0 turns -0.0 into 0.0
-            change = f"{round(now.value / was.value - 1, 3) + 0.0:+.1%}" if was.value else "from 0"
-        mark = "" if all(row is None or row.steady for row in (was, now)) else "UNSTEADY"
-        if wide:
-            lines.append(f"{name:32} {left:>12} {right:>12} {change:>9}  {mark}".rstrip())
+def failure(failed):
+    """What to say of the checks that FAIL; "" if none does."""
+    causes = "; ".join(dict.fromkeys(cause for check in failed for cause in check.causes))
+    scripts = " and ".join(dict.fromkeys(SCRIPTS[check.file] for check in failed))
+    what = "1 check FAILS" if len(failed) == 1 else f"{len(failed)} checks FAIL"
+    then = f"{causes}. Then run {scripts} again, and report.py"
+    then = then if causes else f"run {scripts} again on an idle machine, then report.py"
+    return f"{what}: {then}" if failed else ""
+
+
+# ---- what it prints
+BLOCKS = " ▏▎▍▌▋▊▉█"
+SERVER = ("model", "context", "slots", "build")
+ASKED = ("prompt", 0, sse.SYSTEM), ("question", 1, sse.QUESTION)  # and the lab's own
+
+
+def sent(runs, number):
+    """A message of step 2 → its different texts, usually one, and their lengths as text."""
+    texts = list(dict.fromkeys(known(runs, f"request.messages.{number}.content")))
+    return texts, "/".join(str(len(text)) for text in texts)
+
+
+def about(runs, lab=""):
+    """Who answered, in how many runs, to what prompt: `lab` where it is the lab's."""
+    names = [" / ".join(dict.fromkeys(known(runs, f"server.{key}"))) for key in SERVER]
+    names[0] = names[0] or "a model not named in props.json"
+    names += [f"{len(runs)} runs"] * (len(runs) > 1)
+    asked = [(name, *sent(runs, number), [its]) for name, number, its in ASKED]
+    own = [f"own {name} of {n} characters" for name, has, n, its in asked if has not in ([], its)]
+    return ", ".join(filter(None, [*names, *(own or [lab * bool(asked[0][1])])]))
+
+
+def written(runs):
+    """From when to when the files were written."""
+    times = sorted(time.localtime(at) for run in runs for at in run.times)
+    first, last = (time.strftime("%Y-%m-%d %H:%M", at) for at in (times[0], times[-1]))
+    return f"written {first} to {last[11:] if last[:10] == first[:10] else last}"
+
+
+def same(old, new):
+    """Whether both sides have one server, one prompt and one question → lines."""
+    both, lines = old + new, []
+    other = [key for key in SERVER if len({run.figures.get(f"server.{key}") for run in both}) > 1]
+    if not all("props" in run.figures for run in both):
+        lines.append(f"can't tell whether {', '.join(SERVER)} are the same: props.json is missing")
+    elif other:
+        lines.append(f"NOT THE SAME: {', '.join(other)}. The changes are not the prompt's alone.")
+    for name, number, _ in ASKED:
+        (was, length), (now, its_length) = sent(old, number), sent(new, number)
+        if not was or not now:
+            lines.append(f"can't tell whether the {name} is the same: request.json is missing")
+        elif was == now:
+            lines.append(f"{name} the same: {length} characters")
         else:
-            lines += [name, "  " + ", ".join(filter(None, (left, right, change, mark)))]
+            lines.append(f"{name} not the same: {length} and {its_length} characters")
     return lines
+
+
+def worth(old, new):
+    """What a difference between the two sides is worth → lines."""
+    n, m = len(old), len(new)
+    lines = ["One run on a side tells nothing about noise: ./run_all.sh --compare does."]
+    if min(n, m) > 1:
+        many = f"{n} and {m} runs of the same prompt"
+        often = f"1 in {math.comb(n + m, n) / 2:,.10g} times"
+        lines = [f"~ where the ranges overlap; by chance alone those of {many} lie apart {often}."]
+    first, second = ([at for run in runs for at in run.times] for runs in (old, new))
+    if max(first) < min(second) or max(second) < min(first):
+        lines.append("All runs of the one were made before all of the other: that the machine got")
+        lines[-1] += " slower or faster in between is not excluded."
+    return lines
+
+
+def change(old, new):
+    """The change of a row's values: "=", "~" where their ranges overlap, or in percent."""
+    if min(old) <= max(new) and min(new) <= max(old):
+        return "=" if len({*old, *new}) == 1 else "~"
+    was, now = statistics.median(old), statistics.median(new)
+    return f"{round(now / was - 1, 3) + 0.0:+.1%}" if was else "from 0"  # 0.0: never -0.0
+
+
+def comparison(old, new):
+    """Two sides → [(name, old, new, change, mark), …] as text, report.json's rows first."""
+    cells, tables = [("", "old", "new", "change", "")], [figures(old), figures(new)]
+    for row in sorted(ROWS, key=lambda row: not row.report):
+        sides = [table.get(row.name) for table in tables]
+        texts = [f"{of.median:{FORMATS[row.unit]}}" if of else "not measured" for of in sides]
+        changed = change(sides[0].values, sides[1].values) if all(sides) else ""
+        mark = "" if all(of.steady for of in sides if of) else "UNSTEADY"
+        if all(sides) and [len(of.values) for of in sides] != [len(old), len(new)]:
+            mark = f"of {len(sides[0].values)} and {len(sides[1].values)}"
+        if any(sides):
+            cells.append((row.name, *texts, changed, mark))
+    return cells
+
+
+def picture(times, width, unicode):
+    """The figures `times` as lines of at most `width` columns: name, ms, bar, words."""
+    lines, names = [], max(len(of.row.name) for of in times)
+    bars = max(6, min(24, width - names - 52))
+    scale = bars / max(*(of.median for of in times), 0.001)
+    for row, _, ms, words, _ in times:
+        eighths = max(1, round(ms * scale * 8))
+        bar = BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8].strip()
+        bar = bar if unicode else "#" * max(1, round(ms * scale))
+        line = f"{row.name:{names}} {ms:8.1f} ms {bar:{bars}}"
+        for phrase in words.replace(", ", ",\n").split("\n"):
+            if len(line) + 1 + len(phrase) > width:
+                lines.append(line)
+                line = " " * (names + 13 + bars)
+            line += f" {phrase}"
+        lines.append(line)
+    return lines
+
+
+def markdown(title, cells):
+    """One table that GitHub draws, the first of `cells` its head, under one line."""
+    rows = [cells[0], (":--", *["--:"] * (len(cells[0]) - 2), ":--"), *cells[1:]]
+    title = re.sub(r"([\\|`*_<\[])", r"\\\1", title)
+    return [title, "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def report(options, old, new, width, unicode):
+    """The picture of `new`, or what became of `old` → lines."""
+    times = [of for of in figures(new).values() if of.row.unit == "ms"]
+    titles = [about(runs, "the lab's prompt") for runs in (old, new) if runs]
+    if old:
+        cells, facts, notes = comparison(old, new), same(old, new), worth(old, new)
+        if options.markdown:
+            title = titles[0] if titles[0] == titles[1] else "old: {}; new: {}".format(*titles)
+            return [*markdown(title, cells), *facts, *notes]
+        head = [f"old: {options.against}: {about(old)}, {written(old)}"]
+        head.append(f"new: {sse.setting('VOICE_LLM_OUT')}: {about(new)}, {written(new)}")
+        table = [f"{row[0]:32} {row[1]:>12} {row[2]:>12} {row[3]:>9}  {row[4]}" for row in cells]
+        return [*head, *facts, *table, "", *notes]
+    hints = ["Rows that are marked vary too much: measure again on an idle machine."]
+    hints *= not all(of.steady for of in times)
+    if options.markdown:
+        cells = [("", "ms", ""), *((of.row.name, f"{of.median:.1f}", of.words) for of in times)]
+        return [*markdown(*titles, cells), *hints]
+    head = f"Where the time goes: {about(new)}"
+    return [head, *picture(times, width, unicode), *hints, "", written(new)]
+
+
+def arguments():
+    options = sse.parser(__doc__)
+    options.add_argument("--checks", action="store_true", help="list all checks, not just FAILS")
+    options.add_argument("--against", metavar="DIR", help="compare with the earlier results in DIR")
+    options.add_argument("--markdown", action="store_true", help="print one table, for GitHub")
+    options.add_argument("--without", metavar="NAME,...", help="as if NAME.json were missing")
+    found = options.parse_args()
+    found.without = re.findall("[^,]+", found.without or "")
+    if {*found.without} - {*SCRIPTS}:
+        options.error(f"--without takes these, with commas between: {', '.join(SCRIPTS)}")
+    return found
 
 
 def main():
-    options = sse.parser(__doc__)
-    options.add_argument(
-        "--checks", action="store_true", help="list all checks, not only those that FAIL"
-    )
-    options.add_argument("--against", metavar="DIR", help="compare with the earlier results in DIR")
-    options = options.parse_args()
-    if options.against is not None and not os.path.isdir(options.against):
-        raise sse.Failure(f"there is no folder {options.against!r} to compare with")
-    results = load(sse.setting("VOICE_LLM_OUT"), "VOICE_LLM_OUT")
-    if options.against and os.path.samefile(options.against, sse.result_path()):
-        raise sse.Failure(
-            "--against names the folder of VOICE_LLM_OUT itself: give it the earlier results"
-        )
-    old = load(options.against, "--against") if options.against else None
-    table = rows(results)
-    sse.save({sse.result_path("report.json"): figures(table)})
+    options, folder = arguments(), sse.setting("VOICE_LLM_OUT")
+    against = options.against
+    if against is not None and not os.path.isdir(against):
+        raise sse.Failure(f"there is no folder {against!r} to compare with")
+    if against and os.path.realpath(against) == os.path.realpath(folder):
+        raise sse.Failure("--against names the folder of VOICE_LLM_OUT itself: give it another")
+    new, old = load(folder, options.without), load(against) if against else []
+    wrong = [missing(folder, new, "VOICE_LLM_OUT"), missing(against or "", old, "--against")]
+    for runs, text in (new, wrong[0]), (old, wrong[1]):
+        if runs and not runs[0].times:
+            raise sse.Failure(text)
+    if not wrong[0]:
+        ours = {of.row.report: of.median for of in figures(new).values() if of.row.report}
+        sse.save({sse.result_path("report.json"): ours})
+    table = checks(new)
+    failed = [check for check in table if check.failed]
 
-    width = max(40, shutil.get_terminal_size().columns)
+    width = max(80, shutil.get_terminal_size().columns)
     encoding = (sys.stdout and sys.stdout.encoding) or "ascii"
     unicode = BLOCKS.encode(encoding, "replace").decode(encoding) == BLOCKS
-    lines = []
-
-    def add(text, most=None):
-        lines.extend(
-            textwrap.wrap(
-                sse.printable(text), width, max_lines=most, placeholder=" …", break_on_hyphens=False
-            )
-        )
-
-    if old:
-        was, now = (sse.identity(r.get("props", {})) for r in (old, results))
-        add(f"old: {options.against}: {', '.join(was.values())}")
-        add(f"new: {sse.setting('VOICE_LLM_OUT')}: {', '.join(now.values())}")
-        different = [
-            key for key in ("model", "context", "slots", "build") if was.get(key) != now.get(key)
-        ]
-        if not (old.get("props") and results.get("props")):
-            add(
-                "props.json is missing: nobody knows whether model, context, slots and build are the same"
-            )
-        elif different:
-            add(f"NOT THE SAME: {', '.join(different)}. The changes are not the prompt's alone.")
-        lines += comparison(old, results, width)
-    else:
-        add(f"Where the time goes: {', '.join(sse.identity(results.get('props', {})).values())}", 2)
-        lines += picture(table, width, unicode)
-    lines.append("")
-    add(written_apart(sse.result_path()))
-    must_hold = checks(results)
-    failed = [check for check in must_hold if not holds(check)]
-    add(f"{len(must_hold) - len(failed)} of {len(must_hold)} checks hold")
-    lines += check_lines(must_hold if options.checks else failed, width)
-    add(f"wrote {sse.result_path('report.json')}")
-    print("\n".join(lines), flush=True)
-    if failed:
-        causes = "; ".join(dict.fromkeys(check.cause for check in failed if check.cause))
-        scripts = " and ".join(dict.fromkeys(f"measure_{check.step}.py" for check in failed))
-        what = f"{len(failed)} checks FAIL" if len(failed) > 1 else "1 check FAILS"
-        if causes:
-            raise sse.Failure(f"{what}: {causes}. Then run {scripts} again, and report.py")
-        raise sse.Failure(f"{what}: run {scripts} again on an idle machine, then report.py")
+    lines = report(options, old, new, width, unicode)
+    lines.append(f"{len(table) - len(failed)} of {len(table)} checks hold")
+    lines += check_lines(table if options.checks else failed, len(new) > 1)
+    if not wrong[0] and not options.markdown:
+        lines.append(f"wrote {sse.result_path('report.json')}")
+    fold = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False).fill
+    for line in map(sse.printable, lines):
+        print(line if options.markdown else fold(line), flush=True)
+    wrong.append(failure(failed))
+    if any(wrong):
+        raise sse.Failure(". ".join(filter(None, wrong)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from subprocess import DEVNULL, PIPE
 
 import pytest
 from fake_server import FakeServer
@@ -17,6 +18,7 @@ TESTS = pathlib.Path(__file__).parent
 TOP = TESTS.parent
 # Where the tests run in the background, Ctrl-C is ignored, and every script would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HANG = 300  # seconds: only what hangs takes as long
 FAST = {"prompt_ms": 0.02, "token_ms": 1.0}
 STEPS = {
     "sse.py": "chunks.jsonl",
@@ -26,29 +28,46 @@ STEPS = {
     "measure_sentence.py": "sentence.json",
     "measure_cancel.py": "cancel.json",
 }
+CUT, LATE = 1.0, 60.0  # seconds: step 7 in a test, which a busy machine must not hurry
+PATIENT = """
+import os, sys
+script, cut, late = sys.argv[1:4]
+sys.argv[:4] = [script]
+sys.path[0] = os.path.dirname(script)
+import measure_cancel
+measure_cancel.CUT = measure_cancel.EARLY_CUT = float(cut)
+measure_cancel.LATE = float(late)
+measure_cancel.sse.run(measure_cancel.main)
+"""
+# What a busy machine earns: the words of the notes about time that the server's clock does not
+# explain. Whether they are right is tested with a clock of the test's own, see test_borders.py.
+EARNED = ("by the server's clock", "within 1 ms", "may have been idle")
+
+
+def notes(err):
+    """The notes on stderr, but for those that a busy machine earns."""
+    lines = [line for line in err.splitlines() if line.startswith("note: ")]
+    return [line for line in lines if not any(words in line for words in EARNED)]
 
 
 class Lab:
-    """A folder for the results, and a fake server per call of serve()."""
+    """A folder for the results, and a fake server per call of serve().
 
-    def __init__(self, folder):
-        self.out = folder / "out"
+    Step 7 hangs up after `cut` seconds instead of the lab's; a close is late after `late` more.
+    """
+
+    def __init__(self, folder, pycache=None):
+        self.out, self.fake, self.cut, self.late = folder / "out", None, CUT, LATE
+        ours = ("VOICE_LLM_", "PYTHON")
         self.env = {
-            **{
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(("VOICE_LLM_", "PYTHON"))
-            },
+            **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
             "VOICE_LLM_OUT": str(self.out),
             "VOICE_LLM_KB": str(TESTS / "kb"),
-            "VOICE_LLM_TIMEOUT": "10",
+            "VOICE_LLM_TIMEOUT": "60",  # only what never ends reaches it
             "TMPDIR": str(folder),
-            "PYTHONPYCACHEPREFIX": str(
-                folder.parent / "pycache"
-            ),  # compiled once, and not into the checkout
-            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",  # python3 is this Python
+            "PYTHONPYCACHEPREFIX": str(pycache or folder.parent / "pycache"),  # not the checkout
+            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",  # python3: this one
         }
-        self.fake = None
 
     def serve(self, **options):
         self.close()
@@ -63,21 +82,26 @@ class Lab:
 
     def start(self, *command, **popen):
         """Start a script of the suite; its streams are pipes."""
-        if command[0].endswith(".py"):
-            command = (sys.executable, str(TOP / command[0]), *command[1:])
-        streams = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "stdin": subprocess.DEVNULL,
-        }
-        return subprocess.Popen(command, env=self.env, encoding="utf-8", **{**streams, **popen})
+        script, *rest = command
+        if script == "measure_cancel.py":
+            patience = [str(TOP / script), str(self.cut), str(self.late)]
+            command = (sys.executable, "-c", PATIENT, *patience, *rest)
+        elif script.endswith(".py"):
+            command = (sys.executable, str(TOP / script), *rest)
+        popen = {"stdout": PIPE, "stderr": PIPE, "stdin": DEVNULL, **popen}
+        process = subprocess.Popen(command, env=self.env, encoding="utf-8", **popen)
+        process.script = script
+        return process
 
     def run(self, *command, **popen):
-        """Run a script to its end → the process, with .out, .err and .seconds."""
+        """Run a script to its end → the process, with .out, .err, .notes and .seconds."""
         begin = time.perf_counter()
-        process = self.start(*command, **popen)
-        process.out, process.err = process.communicate(timeout=60)
+        return self.ended(self.start(*command, **popen), begin)
+
+    def ended(self, process, begin=0.0):
+        process.out, process.err = process.communicate(timeout=HANG)
         process.seconds = time.perf_counter() - begin
+        process.notes = notes(process.err or "")
         return process
 
     def run_ok(self, *command):
@@ -87,7 +111,7 @@ class Lab:
         return process
 
     def run_fails(self, *command, words=()):
-        """Run a script that has to fail: exit status 1, one line with `words`, no traceback, the files as they were."""
+        """Run a script that has to fail: status 1, a line with `words`, the files as they were."""
         before = self.files() or self.write_earlier()
         return self.failed(self.run(*command), before, words)
 
@@ -95,13 +119,13 @@ class Lab:
         """What must hold of a run that failed. `before`: the files before it."""
         assert process.returncode == 1, process.err
         assert "Traceback" not in process.err
-        script = os.path.basename(process.args[1])
-        lines = [line for line in process.err.splitlines() if line.startswith(script + ": ")]
+        begin = f"{os.path.basename(process.script)}: "
+        lines = [line for line in process.err.splitlines() if line.startswith(begin)]
         assert len(lines) == 1, process.err
         assert process.err.splitlines()[-1] == lines[0]
         assert all(c.isprintable() for c in lines[0])
         for word in words:
-            assert word in lines[0]
+            assert word in lines[0], lines[0]
         assert "note:" not in process.err
         assert self.files() == before
         process.line = lines[0]
@@ -111,43 +135,31 @@ class Lab:
         return json.loads((self.out / name).read_text("utf-8"))
 
     def files(self):
-        return (
-            {path.name: path.read_bytes() for path in self.out.iterdir()}
-            if self.out.is_dir()
-            else {}
-        )
+        found = self.out.iterdir() if self.out.is_dir() else ()
+        return {path.name: path.read_bytes() for path in found}
 
     def write_earlier(self):
         """Put results of an earlier run into the folder → what is there now."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for step in (
-            "ttft",
-            "prefill",
-            "cache",
-            "sentence",
-            "cancel",
-            "cancel_prefill",
-            "report",
-            "health",
-            "props",
-        ):
-            (self.out / f"{step}.json").write_text(f"earlier {step}")
-        (self.out / "sse_raw.txt").write_text("earlier raw")
-        (self.out / "chunks.jsonl").write_text("earlier chunks")
+        steps = "ttft prefill cache sentence cancel cancel_prefill report health"
+        for name in [f"{step}.json" for step in steps.split()] + ["sse_raw.txt", "chunks.jsonl"]:
+            (self.out / name).write_text(f"earlier {name}")
+        props = self.fake.props() if self.fake else {}
+        (self.out / "props.json").write_text(json.dumps(props))
         return self.files()
 
 
 @contextlib.contextmanager
 def reserved_port():
-    """A port at which nothing listens, and that no test beside this one takes; a server that is told it may have it."""
+    """A port where nothing listens, and that no other test takes; a server that is told it may."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
 
 
-def eventually(condition, seconds=10):
-    """Whether `condition` comes true in time."""
+def eventually(condition, seconds=HANG):
+    """Whether `condition` comes true, before what is waited for must have hung."""
     until = time.perf_counter() + seconds
     while not condition() and time.perf_counter() < until:
         time.sleep(0.01)
@@ -155,8 +167,9 @@ def eventually(condition, seconds=10):
 
 
 @pytest.fixture
-def lab(tmp_path):
-    lab = Lab(tmp_path)
+def lab(tmp_path, tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()  # with xdist, one for each worker, in one for all
+    lab = Lab(tmp_path, (base.parent if base.name.startswith("popen-") else base) / "pycache")
     yield lab
     lab.close()
 

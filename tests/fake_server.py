@@ -30,15 +30,22 @@ import time
 import faults
 
 ANSWERS = {
-    "What should a new patient bring?": "Please bring your photo ID, your insurance card and a list of the medicines "
-    "that you take.",
-    "When is the clinic open on Saturday?": "On Saturday we are open from 9:00 a.m. to 1:00 p.m., for booked visits "
-    "and urgent cases.",
-    "How do I prepare for a fasting blood test?": "Eat nothing for ten hours before the test. Drink only water, about "
-    "0.5 liters. Take your usual medicines unless the doctor told you not to.",
-    "List the numbers from 1 to 300, separated by commas.": ", ".join(
-        str(n) for n in range(1, 301)
-    ),
+    "What should a new patient bring?": "Please bring your photo ID, your insurance card and a "
+    "list of the medicines that you take.",
+    "When is the clinic open on Saturday?": "On Saturday we are open from 9:00 a.m. to 1:00 p.m., "
+    "for booked visits and urgent cases.",
+    "How do I prepare for a fasting blood test?": "Eat nothing for ten hours before the test. "
+    "Drink only water, about 0.5 liters. Take your usual medicines unless the "
+    "doctor told you not to.",
+    "List the numbers from 1 to 300, separated by commas.": ", ".join(map(str, range(1, 301))),
+    # and the lines of a call
+    "Hello, I'd like to come on Saturday. When are you open?": "We are open from nine to one.",
+    "It is for a blood test. May I have breakfast before it?": "No, please come without breakfast. "
+    "Water is fine.",
+    "And what about my tablets in the morning, should I take them?": "Yes, take them as usual.",
+    "Sorry, I meant to ask something else: where can I park?": "Behind the house. It is free for "
+    "two hours.",
+    "All right. What do we have to bring with us?": "Bring your insurance card.",
 }
 
 
@@ -92,7 +99,8 @@ class Slot:
     def answer(self, request, wire):
         """Yield the events of one answer, as dicts, at the times at which a server has them.
 
-        Raises Refused for a prompt longer than the context, ClientGone as soon as it notices that the client has left.
+        Raises Refused for a prompt longer than the context, ClientGone as soon as it notices that
+        the client has left.
         """
         messages = request.get("messages")
         if not isinstance(messages, list):
@@ -101,14 +109,17 @@ class Slot:
         self.task += 1
         task = wire.task = self.task
         if len(prompt) >= self.n_ctx:
-            what = f"request ({len(prompt)} tokens) exceeds the available context size ({self.n_ctx} tokens)"
+            most = f"the available context size ({self.n_ctx} tokens)"
+            what = f"request ({len(prompt)} tokens) exceeds {most}"
             self.fake.log(f"E srv    send_error: task id = {task}, error: {what}")
             # The real server logs this too: it does not prove that a hang-up was noticed.
             self.fake.log(f"W srv          stop: cancel task, id_task = {task}")
             raise Refused(400, "exceed_context_size_error", what)
-        reply = tokenize(
-            ANSWERS.get(str(messages[-1]["content"]), "Hello, how can I help you today?")
-        )
+        question = str(messages[-1]["content"]).split("\n")[-1]  # behind a line with the time
+        reply = ANSWERS.get(question, "Hello, how can I help you today?")
+        if request.get("ignore_eos"):  # it says the same again, up to max_tokens
+            reply = " ".join([reply] * request["max_tokens"])
+        reply = tokenize(reply)
         yield None  # accepted: from here on the status is 200
         while not self.lock.acquire(timeout=0.002):
             if wire.noticed():
@@ -123,9 +134,8 @@ class Slot:
             time.sleep(self.token_ms / 1000)  # the token at work is still computed
             raise
         finally:
-            self.fake.log(
-                f"I slot      release: id  0 | task {task} | stop processing: n_tokens = {len(self.tokens)}"
-            )
+            held = f"n_tokens = {len(self.tokens)}"
+            self.fake.log(f"I slot      release: id  0 | task {task} | stop processing: {held}")
             self.processing = 0
             self.lock.release()
 
@@ -148,29 +158,26 @@ class Slot:
             if noticed:
                 raise ClientGone
         first, prompt_n = time.perf_counter(), len(prompt) - cache_n
-        predicted = (
-            reply[: request.get("max_tokens", -1)] if request.get("max_tokens", -1) >= 0 else reply
-        )
+        most = request.get("max_tokens", -1)
+        predicted = reply[:most] if most >= 0 else reply
+        stops = len(predicted) == len(reply)
+
+        def figures(predicted_n):
+            predicted_ms = (time.perf_counter() - first) * 1000
+            return timings(cache_n, prompt_n, (first - begin) * 1000, predicted_n, predicted_ms)
+
         yield event({"role": "assistant", "content": None})
         for i, token in enumerate(predicted):
             wire.pause(first + i * self.token_ms / 1000 - time.perf_counter())
-            self.tokens = self.tokens + [token]
+            if not self.fake.forgets:
+                self.tokens = self.tokens + [token]
             self.fake.last_result = time.perf_counter()
-            yield event({"content": token})
-        stopped = len(predicted) == len(
-            reply
-        )  # by the token that ends an answer: it counts, but has no text
-        if stopped:
+            told = {"timings": figures(i + 1)} if request.get("timings_per_token") else {}
+            yield {**event({"content": token}), **told}
+        if stops:  # by the token that ends an answer: it counts, but has no text
             wire.pause(self.token_ms / 1000)
-        last = event({}, finish_reason="stop" if stopped else "length")
-        last["timings"] = timings(
-            cache_n,
-            prompt_n,
-            (first - begin) * 1000,
-            len(predicted) + stopped,
-            (time.perf_counter() - first) * 1000,
-        )
-        yield last
+        last = event({}, finish_reason="stop" if stops else "length")
+        yield {**last, "timings": figures(len(predicted) + stops)}
 
 
 def event(delta, finish_reason=None):
@@ -204,6 +211,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     framing = "chunked"  # or "length", "close": how the client knows where the body ends
+    closed_ms, task, cancel_logged = None, 0, False
 
     def log_message(self, *args):
         pass
@@ -232,9 +240,10 @@ class Wire(http.server.BaseHTTPRequestHandler):
             self.cancel()
 
     def event(self, value):
-        self.send(faults.data(value))
+        now = time.perf_counter()  # before it is sent: nobody has it earlier
         if faults.content(value):
-            self.server.fake.sent_ms[-1].append((time.perf_counter() - self.received) * 1000)
+            self.server.fake.sent_ms[-1].append((now - self.received) * 1000)
+        self.send(faults.data(value))
 
     def done(self):
         self.send(b"data: [DONE]\n\n")
@@ -257,7 +266,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
         self.json({"error": {"code": status, "message": message, "type": kind}}, status)
 
     def left(self, seconds):
-        """Wait → True the moment the client closes the connection, False when `seconds` have passed."""
+        """Wait → True the moment the client closes the connection, False after `seconds`."""
         until = time.perf_counter() + seconds
         while True:
             left = max(0, until - time.perf_counter())
@@ -265,7 +274,7 @@ class Wire(http.server.BaseHTTPRequestHandler):
                 with contextlib.suppress(OSError):
                     if self.connection.recv(1, socket.MSG_PEEK):
                         raise RuntimeError("a second request before the first was answered")
-                if not self.closed_ms:
+                if self.command == "POST" and self.closed_ms is None:
                     self.closed_ms = (time.perf_counter() - self.received) * 1000
                     self.server.fake.closed_ms.append(self.closed_ms)
                 return True
@@ -275,8 +284,9 @@ class Wire(http.server.BaseHTTPRequestHandler):
     def noticed(self):
         """Whether a llama-server has noticed by now that the client has left.
 
-        The thread that holds a connection waits for a result of the server, whosever it is, and looks at its client
-        only when none has come for a second: recv_with_timeout in tools/server/server-queue.cpp.
+        The thread that holds a connection waits for a result of the server, whosever it is, and
+        looks at its client only when none has come for a second: recv_with_timeout in
+        tools/server/server-queue.cpp.
         """
         fake, now = self.server.fake, time.perf_counter()
         gone = self.left(0)
@@ -300,7 +310,8 @@ class Wire(http.server.BaseHTTPRequestHandler):
         self.pause(3600)
 
     def cancel(self):
-        self.server.fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
+        if self.command == "POST":
+            self.server.fake.log(f"W srv          stop: cancel task, id_task = {self.task}")
         raise ClientGone
 
     def reset(self):
@@ -311,41 +322,61 @@ class Wire(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         fake = self.server.fake
+        fake.keys.append(self.headers.get("Authorization"))
         fake.paths.append(self.path)
         fake.times.append(time.perf_counter())
-        if self.path == "/health" and time.perf_counter() < fake.ready_at:
+        if self.path == "/slots":
+            fake.last_result = fake.times[-1]
+        if fault := faults.of(fake.fault, self.path):
+            with contextlib.suppress(ClientGone):
+                fault(self, fake.slots())
+        elif self.path == "/health" and time.perf_counter() < fake.ready_at:
             self.error(503, "unavailable_error", "Loading model")
         elif self.path == "/health":
             self.json({"status": "ok"})
+        elif self.locked():
+            pass
         elif self.path == "/props":
             self.json(fake.props())
         elif self.path == "/slots":
-            fake.last_result = time.perf_counter()
-            faults.SLOTS.get(fake.fault, faults.slots)(self, fake.slots())
+            self.json(fake.slots())
         else:
             self.error(404, "not_found_error", "File Not Found")
+
+    def locked(self):
+        """Whether the request lacks the key, and was refused."""
+        key = self.server.fake.api_key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return False
+        self.error(401, "authentication_error", "Invalid API Key")
+        return True
 
     def do_POST(self):
         self.received = self.last_look = time.perf_counter()
         self.closed_ms, self.cancel_logged = None, False
         fake = self.server.fake
+        fake.keys.append(self.headers.get("Authorization"))
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length)
         if len(body) < length:  # the client has left in the middle of its request
             self.close_connection = True
             return
-        if self.path != "/v1/chat/completions":
+        if self.locked():
+            return
+        if self.path != faults.CHAT:
             self.error(404, "not_found_error", "File Not Found")
             return
-        request = self.request_body = json.loads(body)
+        request = json.loads(body)
         fake.paths.append(self.path)
         fake.times.append(self.received)
         fake.requests.append(request)
+        fake.bodies.append(body)
+        request = self.request_body = {k: v for k, v in request.items() if k not in fake.ignores}
         fake.sent_ms.append([])
         with contextlib.closing(fake.slot.answer(request, self)) as events:
             try:
                 next(events)
-                faults.CHAT.get(fake.fault, faults.chat)(self, events)
+                faults.of(fake.fault, self.path, faults.right)(self, events)
             except Refused as refused:
                 self.error(*refused.args)
             except ClientGone:
@@ -366,14 +397,18 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class FakeServer:
-    """The server in a thread. prompt_ms, token_ms: the time a token of the prompt, of the answer takes.
+    """The server in a thread.
 
-    batch: tokens of a prompt that are computed before it looks up. silence: seconds without any answer after which
-    it looks whether a client has left.
+    prompt_ms, token_ms: the time a token of the prompt, of the answer takes. batch: tokens of a
+    prompt that are computed before it looks up. silence: seconds without any answer after which it
+    looks whether a client has left. loading: seconds of 503. forgets: the slot does not keep the
+    answer. ignores: fields of a request that it does not know. api_key: what it asks for, on all
+    paths but /health. props: what /props has beside the usual.
 
-    In a test: `paths` and `times`, what it was asked for and when; `requests`, the bodies it got; `sent_ms`, for each
-    when its fragments were sent, and `closed_ms`, when a client left, both in ms since it got that request;
-    `log_lines`.
+    In a test: `paths` and `times`, what it was asked for and when; `keys`, the Authorization of
+    each; `requests` and `bodies`, what it got;
+    `sent_ms`, for each when its fragments were sent, and `closed_ms`, when a client left, both in
+    ms since it got that request; `log_lines`.
     """
 
     def __init__(
@@ -387,7 +422,12 @@ class FakeServer:
         loading=0.0,
         fault=None,
         log=None,
+        forgets=False,
+        ignores=(),
+        api_key=None,
+        props=None,
     ):
+        self.keys, self.bodies = [], []
         self.paths, self.times, self.requests, self.sent_ms, self.closed_ms, self.log_lines = (
             [],
             [],
@@ -398,6 +438,8 @@ class FakeServer:
         )
         self.begin = self.last_result = time.perf_counter()
         self.log_file, self.fault, self.silence = log, fault, silence
+        self.forgets, self.ignores, self.api_key = forgets, ignores, api_key
+        self.changed_props = props or {}
         self.ready_at = self.begin + loading
         self.slot = Slot(self, prompt_ms, token_ms, n_ctx, batch)
         self.http = Server(("127.0.0.1", port), Wire)
@@ -437,6 +479,7 @@ class FakeServer:
             "model_alias": "simulated",
             "model_path": "simulated: a fake server without a model",
             "build_info": "simulated",
+            **self.changed_props,
         }
 
 
@@ -469,9 +512,7 @@ def main():
     parser.add_argument(
         "--loading", type=float, default=0.0, help="seconds of answering 503 at the start"
     )
-    parser.add_argument(
-        "--fault", choices=sorted({*faults.CHAT, *faults.SLOTS}), metavar="NAME", help="misbehave"
-    )
+    parser.add_argument("--fault", choices=sorted(faults.FAULTS), metavar="NAME", help="misbehave")
     parser.add_argument("--faults", action="store_true", help="list the names of the faults")
     parser.add_argument("--log", type=argparse.FileType("a"), help="a file for the server's log")
     parser.add_argument(
@@ -480,8 +521,9 @@ def main():
     options = parser.parse_args()
     if options.faults:
         with contextlib.suppress(BrokenPipeError):  # `| head` has what it wants
-            for name, fault in sorted({**faults.CHAT, **faults.SLOTS}.items()):
-                print(f"{name:24} {fault.__doc__}", flush=True)
+            for name, fault in sorted(faults.FAULTS.items()):
+                where = "" if fault.path == faults.CHAT else f"on {fault.path}: "
+                print(f"{name:24} {where}{fault.what}", flush=True)
             return
         os._exit(1)  # or Python tries once more to print the rest
     if options.end_with_parent:
@@ -491,7 +533,8 @@ def main():
         fake = FakeServer(**{name: getattr(options, name) for name in names})
     except (OSError, OverflowError) as error:
         sys.exit(
-            f"fake_server.py: can't serve on port {options.port} ({error}): --port 0 takes a free one"
+            f"fake_server.py: can't serve on port {options.port} ({error}): "
+            "--port 0 takes a free one"
         )
     print(fake.url, flush=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,52 +1,278 @@
-"""What servers and proxies do to an event stream, by name; the docstrings are `fake_server.py --faults`.
+"""What servers and proxies do wrong, by name: one row each, with what the scripts must do about it.
 
-CHAT answers a chat request, SLOTS answers /slots. Each entry is a function of the connection (`wire`,
-see fake_server.py) and of what the right server would have sent: the events of the answer, as they
-come, or the list of slots. HARMLESS names the entries of CHAT that a good reader doesn't notice.
+    chat("proxy_page", "a proxy's 502 page", page(502, "Bad Gateway"), fails("502", "proxy"))
 
-To add a fault: write its function here, under @fault (or @harmless, or @slots_fault), with a docstring that
-says what it does. Then give it a row in test_faults.py: ROWS where it must fail, NOTES where it must be noted;
-@harmless ones are run by test_streams.py. A fault that no test names fails test_every_fault_has_a_test.
+Where it strikes: `chat` (a chat request), `slots`, `health` (that path) or `get` (every GET). Then
+its name; what it does, for `fake_server.py --faults`; what is sent; and what a script must do about
+it, one or more of fails, for_ever, void, noted, HARMLESS, hung_up, tested_in. test_faults.py runs
+each (`pytest -k proxy_page`). To add a fault, add a row: there is no other place.
+
+What is sent is a function of the connection (`wire`, see fake_server.py) and of what the right
+server would send: the events of the answer, as they come, or the list of slots. stream(…) and
+raw(…) make one of pieces, sent in turn: bytes as they are, a dict as an event, a text as a token,
+and such functions themselves: FIVE (the next five events of the right answer), REST,
+pause(0.1), SILENCE, DONE …
 """
 
+import functools
 import itertools
 import json
 import pathlib
 import time
+from typing import NamedTuple
 
 RECORDED = pathlib.Path(__file__).parent / "recorded" / "llama-server-b11434.txt"
+STEP_1, STEP_2, TTFT = "sse.py --server", "sse.py", "measure_ttft.py"
+PREFILL, CACHE, SENTENCE = "measure_prefill.py", "measure_cache.py", "measure_sentence.py"
+CANCEL, EARLY = "measure_cancel.py", "measure_cancel.py --during-prefill"
+ALL = (STEP_2, TTFT, PREFILL, CACHE, SENTENCE, CANCEL)
+LIMIT = 3  # seconds of VOICE_LLM_TIMEOUT for what only a timeout ends: only such a fault reaches it
+CHAT = "/v1/chat/completions"
 
-CHAT = {}
-SLOTS = {}
-HARMLESS = []
+# ------------------------------------------------------------ the table's columns
 
 
-def chat(wire, events):
-    """What llama-server does."""
-    wire.head()
-    for event in events:
-        wire.event(event)
+class Expected(NamedTuple):
+    """What scripts must do about a fault. `cut`: after how many seconds step 7 hangs up."""
+
+    outcome: str
+    scripts: tuple
+    words: tuple = ()
+    limit: float = 0
+    cut: float = 60
+
+
+class Fault(NamedTuple):
+    path: str
+    what: str
+    send: object
+    expected: tuple
+
+
+FAULTS = {}
+
+
+def add(path, name, what, send, *expected):
+    assert expected, f"{name}: what is expected of a script?"
+    assert name not in FAULTS, f"{name}: there is one already"
+    FAULTS[name] = Fault(path, what, send, expected)
+
+
+chat, slots = functools.partial(add, CHAT), functools.partial(add, "/slots")
+health, get = functools.partial(add, "/health"), functools.partial(add, "every GET")
+
+
+def of(fault, path, right=None):
+    """What `fault` (a name, None, or what a chat is sent) sends for `path`; else `right`."""
+    if fault is None:
+        return right
+    found = Fault(CHAT, "", fault, ()) if callable(fault) else FAULTS[fault]
+    strikes = found.path == path or (found.path == "every GET" and path != CHAT)
+    return found.send if strikes else right
+
+
+def scripts(by):
+    return (by,) if isinstance(by, str) else tuple(by)
+
+
+def fails(*words, by=TTFT, limit=0):
+    """Status 1, one line with `words`, all files as they were. limit: VOICE_LLM_TIMEOUT."""
+    return Expected("fails", scripts(by), words, limit)
+
+
+def for_ever(*words, by=TTFT):
+    """It fails, but only VOICE_LLM_TIMEOUT ends it."""
+    return fails(*words, "VOICE_LLM_TIMEOUT", by=by, limit=LIMIT)
+
+
+def void(*words, by=CANCEL):
+    """It fails since the hang-up of step 7 did not meet what it should."""
+    return Expected("fails", scripts(by), (*words, "void"), cut=1)
+
+
+def noted(*words, by=SENTENCE, limit=0):
+    """The file is written, and a note has `words`. limit: VOICE_LLM_TIMEOUT."""
+    return Expected("noted", scripts(by), words, limit, cut=1)
+
+
+HARMLESS = Expected("harmless", (SENTENCE,))  # the whole answer is written, and nothing is noted
+
+
+def hung_up(received):
+    """Step 7 hangs up on it after as many fragments."""
+    return Expected("hung up", (CANCEL,), (received,), cut=1)
+
+
+def tested_in(*files):
+    """Nothing that fits a row: a test in each of `files` uses it by its name."""
+    return Expected("tested in", files)
+
+
+# ------------------------------------------------------------ what is sent
+
+
+def send(wire, events, piece):
+    if callable(piece):
+        piece(wire, events)
+    elif isinstance(piece, bytes):
+        wire.send(piece)
+    else:
+        wire.event(delta(content=piece) if isinstance(piece, str) else piece)
+
+
+def stream(*pieces, **head):
+    """The headers of the right answer, or with `head` (see Wire.head), and `pieces`."""
+
+    def answer(wire, events):
+        wire.head(**head)
+        for piece in pieces:
+            send(wire, events, piece)
+
+    return answer
+
+
+def raw(*pieces):
+    """`pieces` without headers; then the connection ends."""
+
+    def answer(wire, events):
+        wire.framing, wire.close_connection = "raw", True
+        for piece in pieces:
+            send(wire, events, piece)
+
+    return answer
+
+
+def refuse(status, message):
+    """llama-server's error."""
+    kinds = {400: "invalid_request", 401: "authentication", 404: "not_found", 501: "not_supported"}
+    kind = f"{kinds.get(status, 'unavailable' if status == 503 else 'server')}_error"
+    return lambda wire, _: wire.error(status, kind, message)
+
+
+def reply(body, status=200):
+    """`body` as JSON, or bytes as they are."""
+    return lambda wire, _: wire.json(body, status)
+
+
+def page(status, title):
+    """The web page of something that is not llama-server."""
+    html = f"<html><head><title>{title}</title></head><body>\x1b[31mnginx</body></html>"
+    return stream(html.encode(), status=status, kind="text/html; charset=utf-8", framing="close")
+
+
+def states(change):
+    """The states of the slots, each as `change` makes it."""
+    return lambda wire, slots: wire.json([change(state) for state in slots])
+
+
+# Pieces: (wire, events).
+
+
+def first(count, change=lambda event: [event]):
+    """The next events of the right answer, or what `change` makes of each; the role is first."""
+    return through(lambda events: (p for e in itertools.islice(events, count) for p in change(e)))
+
+
+def DONE(wire, events):
     wire.done()
 
 
-def slots(wire, states):
-    """What llama-server does."""
-    wire.json(states)
+def END(wire, events):
+    """A clean end, without [DONE]."""
+    wire.end()
 
 
-def fault(function):
-    CHAT[function.__name__] = function
-    return function
+def HANG_UP(wire, events):
+    wire.close_connection = True
 
 
-def harmless(function):
-    HARMLESS.append(function.__name__)
-    return fault(function)
+def SILENCE(wire, events):
+    """Nothing more, until the client leaves. Who asks for one token is hung up on."""
+    if wire.command == "POST" and wire.request_body.get("max_tokens") == 1:
+        wire.close_connection = True
+    else:
+        wire.silence()
 
 
-def slots_fault(function):
-    SLOTS[function.__name__] = function
-    return function
+def RESET(wire, events):
+    wire.reset()
+
+
+def pause(seconds):
+    return lambda wire, events: wire.pause(seconds)
+
+
+def forever(piece, seconds=0.02):
+    """`piece` again and again, until the client leaves."""
+
+    def repeat(wire, events):
+        while wire.command == "GET" or wire.request_body.get("max_tokens") != 1:
+            send(wire, events, piece)
+            wire.pause(seconds)
+        wire.close_connection = True
+
+    return repeat
+
+
+def unframed(data):
+    """Bytes that are no HTTP chunk, in an answer of chunks."""
+    return lambda wire, events: wire.wfile.write(data)
+
+
+def through(change):
+    """The pieces that `change` makes of the events, one after another."""
+
+    def pieces(wire, events):
+        for piece in change(events):
+            send(wire, events, piece)
+
+    return pieces
+
+
+def each(change):
+    """For each event the pieces that `change` makes of it."""
+    return first(None, change)
+
+
+def last(change):
+    """Every event; for the last, which has the timings, the pieces that `change` makes of it."""
+    return each(lambda event: change(event) if "timings" in event else [event])
+
+
+def answering(*pieces):
+    """The right answer, with `pieces` in place of its fragments."""
+
+    def change(event):
+        role = "role" in event["choices"][0]["delta"]
+        return [] if content(event) else [event, *pieces] if role else [event]
+
+    return stream(each(change), DONE)
+
+
+def amid(piece):
+    """The right answer, with `piece` behind five events."""
+    return stream(FIVE, piece, REST, DONE)
+
+
+def with_timings(change):
+    """The right answer, with the timings that `change` makes of its own."""
+    return stream(last(lambda event: [dict(event, timings=change(event["timings"]))]), DONE)
+
+
+FIVE, REST = first(5), first(None)
+NO_TOKENS_UNTOLD = each(lambda event: [] if content(event) else [without("timings", event)])
+NO_TOKENS = each(lambda event: [] if content(event) else [event])
+right = stream(REST, DONE)  # what llama-server does
+
+
+def asked_for(send=right, **changed):
+    """The answer to a request that a proxy has changed."""
+
+    def answer(wire, events):
+        wire.request_body.update(changed)
+        send(wire, events)
+
+    return answer
 
 
 def content(event):
@@ -54,1159 +280,560 @@ def content(event):
     return ((event.get("choices") or [{}])[0].get("delta") or {}).get("content") or ""
 
 
-def data(event):
-    return b"data: " + json.dumps(event).encode() + b"\n\n"
+def data(event, ascii=True):
+    return b"data: " + json.dumps(event, ensure_ascii=ascii).encode() + b"\n\n"
 
 
-# ---------------------------------------------------------------------------- right, but unusual
+def bytewise(text):
+    return [bytes([byte]) for byte in text]
 
 
-@harmless
-def figures_alone(wire, events):
-    """two more events before the end, one with the usage alone and one with the timings alone"""
-    wire.head()
+def delta(**fields):
+    return {"choices": [{"index": 0, "delta": fields}]}
+
+
+def finish(reason):
+    return {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+
+
+def without(key, values):
+    return {name: values[name] for name in values if name != key}
+
+
+# ------------------------------------------------------------ what needs more than a row
+
+
+def batched(events):
+    yield next(events)
+    batch = []
     for event in events:
-        wire.event(event)
-        timings = event.get("timings")
-    wire.event({"usage": {"total_tokens": 1}})
-    wire.event({"timings": timings})
-    wire.done()
-
-
-@harmless
-def comments(wire, events):
-    """comments before, between and after the events, also at once after the headers"""
-    wire.head()
-    wire.send(b":\n\n: keep-alive\n\n")
-    for event in events:
-        wire.event(event)
-        wire.send(b":\n\n: data: {not an event}\n")
-    wire.done()
-
-
-@fault
-def queued(wire, events):
-    """200 ms with comments before the prompt is even begun, as in a queue"""
-    wire.head()
-    for _ in range(2):
-        wire.send(b":\n\n")
-        wire.pause(0.1)
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def bytewise(wire, events):
-    """every byte of the first ten events in an HTTP chunk of its own: of all would be slow, and earn a note"""
-    wire.head()
-    for event in itertools.islice(events, 10):
-        for byte in data(event):
-            wire.send(bytes([byte]))
-    for event in events:
-        wire.send(data(event))
-    wire.done()
-
-
-@harmless
-def batched(wire, events):
-    """three tokens in one event"""
-    wire.head()
-    wire.event(next(events))
-    batch = ""
-    for count, event in enumerate(events, 1):
+        batch.append(content(event))
+        if not content(event) or len(batch) == 3:
+            yield "".join(batch)
+            batch = []
         if not content(event):
-            wire.event({"choices": [{"index": 0, "delta": {"content": batch}}]})
-            wire.event(event)
-            break
-        batch += content(event)
-        if count % 3 == 0:
-            wire.event({"choices": [{"index": 0, "delta": {"content": batch}}]})
-            batch = ""
-    wire.done()
+            yield event
 
 
-@harmless
-def two_in_a_chunk(wire, events):
-    """two events in one HTTP chunk"""
-    wire.head()
+def two_in_a_chunk(events):
     for event in events:
-        wire.send(data(event) + b"".join(map(data, itertools.islice(events, 1))))
-    wire.done()
+        yield data(event) + b"".join(map(data, itertools.islice(events, 1)))
 
 
-@fault
-def early_role(wire, events):
-    """the role, with "content": "", 150 ms before the prompt is even begun"""
-    wire.head()
-    wire.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-    wire.pause(0.15)
-    next(events)
-    for event in events:
-        wire.event(event)
-    wire.done()
+def recorded(events):
+    for _ in events:
+        pass
+    for line in RECORDED.read_bytes().splitlines(keepends=True):
+        yield line
+        yield pause(0.0005)
 
 
-@harmless
-def empty_contents(wire, events):
-    """content that is null, empty or missing between the tokens, and no choices at all"""
-    wire.head()
-    for event in events:
-        for delta in {"content": None}, {"content": ""}, {}, None:
-            wire.event({"choices": [{"index": 0, "delta": delta}]})
-        wire.event({"choices": []})
-        wire.event({"choices": None, "error": None})
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def timings_apart(wire, events):
-    """the timings on one more event without choices, with the usage"""
-    wire.head()
-    for event in events:
-        timings = event.pop("timings", None)
-        wire.event(event)
-    wire.event({"choices": [], "usage": {"total_tokens": 1}, "timings": timings})
-    wire.done()
-
-
-@harmless
-def timings_per_token(wire, events):
-    """timings on every event: the last ones count"""
-    wire.head()
-    for count, event in enumerate(events):
-        wrong = {
-            "cache_n": 0,
-            "prompt_n": 1,
-            "prompt_ms": 0.0,
-            "predicted_n": count,
-            "predicted_ms": 0.0,
-        }
-        wire.event({**event, "timings": event.get("timings", wrong)})
-    wire.done()
-
-
-@fault
-def reasoning_first(wire, events):
-    """120 ms of reasoning before the answer"""
-    wire.head()
-    wire.event(next(events))
-    for _ in range(3):
-        wire.event({"choices": [{"index": 0, "delta": {"reasoning_content": "Hmm. "}}]})
-        wire.pause(0.04)
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def no_last_newline(wire, events):
-    """[DONE] without a newline, and the connection ends"""
-    wire.head(framing="close")
-    for event in events:
-        wire.event(event)
-    wire.send(b"data: [DONE]")
-
-
-@harmless
-def connection_close(wire, events):
-    """Connection: close, no length, and Content-Encoding: Identity"""
-    wire.send_response(200)
-    wire.send_header("Content-Type", "text/event-stream")
-    wire.send_header("Content-Encoding", "Identity")
-    wire.send_header("Connection", "close")
-    wire.end_headers()
-    wire.framing = "close"
-    wire.close_connection = True
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def http_1_0(wire, events):
-    """HTTP/1.0"""
-    wire.head(framing="close", version="HTTP/1.0")
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def late_done(wire, events):
-    """[DONE] 100 ms after everything else"""
-    wire.head()
-    for event in events:
-        wire.event(event)
-    wire.pause(0.1)
-    wire.done()
-
-
-@harmless
-def no_content_type(wire, events):
-    """no Content-Type header"""
-    wire.head(kind=None)
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def open_after_done(wire, events):
-    """the connection stays open and silent after [DONE], without even a blank line"""
-    wire.head()
-    for event in events:
-        wire.event(event)
-    wire.send(b"data: [DONE]\n")
-    wire.silence()
-
-
-@harmless
-def timings_only(wire, events):
-    """no finish_reason, but llama-server's final timings"""
-    wire.head()
-    for event in events:
-        event["choices"][0]["finish_reason"] = None
-        wire.event(event)
-    wire.done()
-
-
-@harmless
-def finish_with_content(wire, events):
-    """the finish_reason on the last event with content, and no event after it but one with the timings"""
-    wire.head()
+def finish_with_content(events):
     held = next(events)
     for event in events:
         if not content(event):
             held["choices"][0]["finish_reason"] = event["choices"][0]["finish_reason"]
-        wire.event(held)
+        yield held
         held = event
-    wire.event({"choices": [], "timings": held["timings"]})
-    wire.done()
+    yield {"choices": [], "timings": held["timings"]}
 
 
-# ---------------------------------------------------------------------------- true, with something else in it
-
-
-@fault
-def buffered(wire, events):
-    """a proxy that holds everything back until the end"""
-    wire.head()
-    for event in list(events):
-        wire.event(event)
-    wire.done()
-
-
-@fault
-def buffered_untold(wire, events):
-    """a proxy that holds everything back, here nine fragments, and a server without timings"""
-    wire.head()
-    held = [
-        *itertools.islice(events, 10),
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
-    ]
-    wire.send(b"".join(map(data, held)))
-    wire.done()
-
-
-def slowly(wire, events, before=0.0, after=0.0):
-    """The events, with a pause before the prompt, one of 300 ms behind the first token, and one before [DONE]."""
-    wire.head()
-    wire.pause(before)
-    tokens = 0
-    for event in events:
-        wire.event(event)
-        tokens += bool(content(event))
-        if tokens == 1 and content(event):
-            wire.pause(0.3)
-    wire.pause(after)
-    wire.done()
-
-
-@fault
-def slow_second(wire, events):
-    """the second token 300 ms after the first"""
-    slowly(wire, events)
-
-
-@fault
 def paced(wire, events):
-    """as slow_second; first tokens after 40, 10, 30, 20 and 50 ms more, ends after 40, 100, 20, 80 and 60 ms more"""
     number = (len(wire.server.fake.requests) - 1) % 5
-    slowly(wire, events, (40, 10, 30, 20, 50)[number] / 1000, (40, 100, 20, 80, 60)[number] / 1000)
+    before, after = (40, 10, 30, 20, 50)[number] / 1000, (40, 100, 20, 80, 60)[number] / 1000
+    stream(pause(before), first(2), pause(0.3), REST, pause(after), DONE)(wire, events)
 
 
-@harmless
-def named_pings(wire, events):
-    """events of another type in between, with JSON, with text"""
-    wire.head()
-    for event in events:
-        wire.send(b'event: ping\ndata: {"type": "ping"}\n\nevent: keepalive\ndata: ping\n\n')
-        wire.event(event)
-    wire.done()
+def thinking(events):
+    yield next(events)
+    next(events)
+    yield "<think>"
+    yield from events
 
 
-@fault
-def recomputes(wire, events):
-    """a model with recurrent memory, or --no-cache-prompt: every prompt is computed whole"""
-    wire.request_body["cache_prompt"] = False
-    chat(wire, events)
+def forgetful(wire, events):
+    wire.server.fake.forgets = True
+    right(wire, events)
 
 
-@fault
+def at_speed(token_ms, of_2048):
+    """So many milliseconds a token, and so many of an answer of 2048."""
+
+    def answer(wire, events):
+        many = wire.request_body["max_tokens"] == 2048
+        wire.server.fake.slot.token_ms = of_2048 if many else token_ms
+        right(wire, events)
+
+    return answer
+
+
+def key_echoed(wire, events):
+    wire.error(401, "authentication_error", f"wrong key: {wire.headers['Authorization']}")
+
+
 def deaf(wire, events):
-    """a relay that swallows the hang-up: the server goes on to the end"""
-    wire.head()
     wire.left, wire.cancel = lambda seconds: time.sleep(max(0, seconds)), lambda: None
-    for event in events:
-        wire.event(event)
-    wire.done()
+    right(wire, events)
 
 
-# ---------------------------------------------------------------------------- what was asked for is not what is done
-
-
-@fault
-def cache_always(wire, events):
-    """a proxy that drops cache_prompt, so that the cache stays on"""
-    wire.request_body.pop("cache_prompt")
-    chat(wire, events)
-
-
-@fault
-def cache_always_untold(wire, events):
-    """the cache stays on, and the timings have no cache_n"""
-    wire.request_body.pop("cache_prompt")
-    wire.head()
-    for event in events:
-        event.get("timings", {}).pop("cache_n", None)
-        wire.event(event)
-    wire.done()
-
-
-@fault
-def cache_partly_untold(wire, events):
-    """a third of the prompt comes from a cache after the first request, and the timings have no cache_n"""
-    wire.head()
-    for event in events:
-        if "timings" in event:
-            del event["timings"]["cache_n"]
-            if len(wire.server.fake.requests) > 1:
-                event["timings"]["prompt_n"] = event["timings"]["prompt_n"] * 2 // 3
-        wire.event(event)
-    wire.done()
-
-
-@fault
-def late_headers(wire, events):
-    """the headers after 700 ms"""
-    wire.pause(0.7)
-    chat(wire, events)
-
-
-@fault
-def late_refusal(wire, events):
-    """503 after 700 ms"""
-    wire.pause(0.7)
-    wire.error(503, "unavailable_error", "too many requests")
-
-
-@fault
-def late_content(wire, events):
-    """headers and the role at once, but content only after 900 ms"""
-    wire.head()
-    wire.event(next(events))
-    wire.pause(0.9)
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-@fault
-def long_reasoning(wire, events):
-    """900 ms of reasoning before the answer"""
-    wire.head()
-    wire.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]})
-    for _ in range(18):
-        wire.event({"choices": [{"index": 0, "delta": {"reasoning_content": "Hmm. "}}]})
-        wire.pause(0.05)
-    for event in events:
-        wire.event(event)
-    wire.done()
-
-
-# ---------------------------------------------------------------------------- right, with a text of its own
-
-
-def with_text(wire, events, *texts):
-    """Send `texts` in place of the answer's tokens."""
-    wire.head()
-    wire.event(next(events))
-    for text in texts:
-        wire.event({"choices": [{"index": 0, "delta": {"content": text}}]})
-    for event in events:
-        if not content(event):
-            wire.event(event)
-    wire.done()
-
-
-@fault
-def line_separators(wire, events):
-    """U+2028, U+0085 and others that are no line end here, raw inside the data"""
-    text = "One\u2028two\u0085three\x0cfour\u2029five. End."
-    wire.head()
-    wire.event(next(events))
-    wire.send(
-        b"data: "
-        + json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False).encode()
-        + b"\n\n"
+def partly_cached(wire, events):
+    thirds = 2 if len(wire.server.fake.requests) > 1 else 3
+    change = with_timings(
+        lambda t: {**without("cache_n", t), "prompt_n": t["prompt_n"] * thirds // 3}
     )
-    for event in events:
-        if not content(event):
-            wire.event(event)
-    wire.done()
+    change(wire, events)
 
 
-@fault
-def split_characters(wire, events):
-    """raw UTF-8, each HTTP chunk one byte long"""
-    wire.head()
-    wire.event(next(events))
-    text = json.dumps(
-        {"choices": [{"delta": {"content": "診療は九時から。 🙂 OK."}}]}, ensure_ascii=False
-    )
-    for byte in b"data: " + text.encode() + b"\n\n":
-        wire.send(bytes([byte]))
-    for event in events:
-        if not content(event):
-            wire.event(event)
-    wire.done()
+def taken(wire, slots):
+    """The slots; once a client has left, someone else's request is at work, and stays there."""
+    if wire.server.fake.closed_ms and not slots[0]["is_processing"]:
+        return [dict(slots[0], is_processing=True, id_task=slots[0]["id_task"] + 1)]
+    return slots
 
 
-@fault
-def long_line(wire, events):
-    """one line of 3 MB"""
-    with_text(wire, events, "Long. ", "x" * 3_000_000)
+def after_an_answer(slot, looks):
+    """After an answer, a slot (0: the only one, 1: a second) is at work for as many looks."""
 
+    def tell(wire, slots):
+        asked = wire.server.fake.paths[-1 - looks : -1]
+        other = dict(slots[0], id=slot, is_processing=CHAT in asked, id_task=7)
+        wire.json([*slots[:slot], other])
 
-@fault
-def long_answer(wire, events):
-    """thirty fragments of 8 kB, 10 ms apart"""
-    wire.head()
-    for event in events:
-        if not content(event):
-            wire.event(event)
-        elif not wire.server.fake.sent_ms[-1]:
-            for _ in range(30):
-                wire.event({"choices": [{"index": 0, "delta": {"content": "x" * 8000}}]})
-                wire.pause(0.01)
-    wire.done()
+    return tell
 
 
-@fault
-def half_surrogates(wire, events):
-    """a character cut in two halves of a surrogate pair, one an event"""
-    with_text(wire, events, "Fine \ud83d", "\ude00. Bye.")
+def slow_at_work(wire, slots):
+    while slots[0]["is_processing"] and not wire.server.fake.closed_ms:
+        time.sleep(0.01)
+    wire.json(slots)
 
 
-@fault
-def terminal_codes(wire, events):
-    """an answer that clears the screen, sets a title, rings the bell and forges a line"""
-    with_text(
-        wire, events, "\x1b[2J\x1b]0;owned\x07", "Hi\r", "there\n\x9b31m\u202ewrote.", " Bye."
-    )
-
-
-@fault
-def recorded(wire, events):
-    """the bytes that a real llama-server sent"""
-    for _ in events:
-        pass
-    wire.head()
-    for line in RECORDED.read_bytes().splitlines(keepends=True):
-        wire.send(line)
-        wire.pause(0.0005)
-    wire.end()
-
-
-# ---------------------------------------------------------------------------- refusals
-
-
-@fault
-def loading(wire, events):
-    """503 while the model is loading"""
-    wire.error(503, "unavailable_error", "Loading model")
-
-
-@fault
-def unauthorized(wire, events):
-    """401: an API key is asked for"""
-    wire.error(401, "authentication_error", "Invalid API Key\x1b[2J")
-
-
-@fault
-def too_long(wire, events):
-    """400: the prompt exceeds the context"""
-    wire.error(
-        400,
-        "exceed_context_size_error",
-        "request (6016 tokens) exceeds the available context size (4096 tokens)",
-    )
-
-
-@fault
-def error_body_silent(wire, events):
-    """500, and then its body never comes"""
-    wire.send_response(500)
-    wire.send_header("Content-Length", "100")
-    wire.end_headers()
-    wire.silence()
-
-
-@fault
-def context_exceeded(wire, events):
-    """500: the context of a build that says so in other words"""
-    wire.error(500, "server_error", "Context size has been exceeded.")
-
-
-@fault
-def embeddings(wire, events):
-    """501 of a llama-server that was started for embeddings"""
-    what = "This server does not support completions. Start it without `--embeddings`"
-    wire.error(501, "not_supported_error", what)
-
-
-@fault
-def router(wire, events):
-    """400 of a llama-server that was started without a model"""
-    wire.error(400, "invalid_request_error", "model name is missing from the request")
-
-
-@fault
-def bad_request(wire, events):
-    """400 with a cause that is not known here"""
-    wire.error(400, "invalid_request_error", "Assistant message must contain content")
-
-
-def page(name, status, title):
-    """A fault: a web page of something that is not llama-server."""
-
-    def send(wire, events):
-        wire.head(status, "text/html", "close")
-        wire.send(f"<html><head><title>{title}</title></head></html>".encode())
-
-    send.__name__, send.__doc__ = name, f"{status} with a web page"
-    return fault(send)
-
-
-page("login_401", 401, "Please log in")
-page("proxy_503", 503, "Service Unavailable")
-page("too_large", 413, "Request Entity Too Large")
-page("rate_limited", 429, "Too Many Requests")
-
-
-@fault
-def proxy_page(wire, events):
-    """a proxy's 502 page"""
-    wire.head(502, "text/html", "close")
-    wire.send(
-        b"<html><head><title>502 Bad\nGateway</title></head><body>\x1b[31mnginx</body></html>"
-    )
-
-
-@fault
-def login_page(wire, events):
-    """a web page with status 200"""
-    wire.head(200, "text/html; charset=utf-8", "close")
-    wire.send(b"<html><head><title>Sign in</title></head></html>")
-
-
-@fault
-def redirect(wire, events):
-    """301 to somewhere else"""
-    wire.send_response(301)
-    wire.send_header("Location", "http://127.0.0.1:9/")
-    wire.send_header("Content-Length", "0")
-    wire.end_headers()
-
-
-@fault
-def text_plain(wire, events):
-    """an event stream that never ends, labelled text/plain"""
-    wire.head(kind="text/plain")
-    for event in events:
-        wire.event(event)
-    while True:
-        wire.send(b":\n\n")
-        wire.pause(0.05)
-
-
-@fault
-def not_streaming(wire, events):
-    """a whole JSON answer instead of a stream"""
-    wire.json({"choices": [{"message": {"role": "assistant", "content": "Hello."}}]})
-
-
-@fault
-def json_error_200(wire, events):
-    """an error as JSON, with status 200"""
-    wire.json({"error": {"code": 500, "message": "out of memory"}})
-
-
-@fault
-def not_http(wire, events):
-    """bytes that are no HTTP"""
-    wire.wfile.write(b"\x16\x03\x01 SSH-2.0-nothing\r\n\r\n")
-    wire.close_connection = True
-
-
-@fault
-def hung_up(wire, events):
-    """the connection ends before any answer"""
-    wire.close_connection = True
-
-
-# ---------------------------------------------------------------------------- cut off, stalled
-
-
-def some(wire, events, count=5, framing="chunked"):
-    """The head of an answer and its first events."""
-    wire.head(framing=framing)
-    for event in itertools.islice(events, count):
-        wire.event(event)
-
-
-@fault
-def cut_between_chunks(wire, events):
-    """the connection ends between two HTTP chunks"""
-    some(wire, events)
-    wire.close_connection = True
-
-
-@fault
-def cut_inside_line(wire, events):
-    """the connection ends inside a line"""
-    some(wire, events)
-    wire.wfile.write(b'ff\r\ndata: {"choices": [{"del')
-    wire.close_connection = True
-
-
-@fault
-def cut_close(wire, events):
-    """the connection ends inside a line of a body without a length"""
-    some(wire, events, framing="close")
-    wire.send(b'data: {"choices": [{"del')
-
-
-@fault
-def cut_reset(wire, events):
-    """the connection is reset"""
-    some(wire, events)
-    wire.pause(0.05)
-    wire.reset()
-
-
-@fault
-def no_done(wire, events):
-    """a clean end, with finish_reason and timings, but no [DONE]"""
-    wire.head()
-    for event in events:
-        wire.event(event)
-    wire.end()
-
-
-@fault
-def empty_stream(wire, events):
-    """headers, and a clean end"""
-    wire.head()
-    wire.end()
-
-
-@fault
-def bad_chunk(wire, events):
-    """an HTTP chunk whose size is no number"""
-    some(wire, events)
-    wire.wfile.write(b"zz\r\n\r\n")
-    wire.close_connection = True
-
-
-@fault
-def huge_chunk(wire, events):
-    """an HTTP chunk whose size is beyond every number of bytes"""
-    some(wire, events)
-    wire.wfile.write(b"F" * 20 + b"\r\ndata: {}\n\n")
-    wire.silence()
-
-
-@fault
-def compressed(wire, events):
-    """a body that a proxy has compressed with gzip"""
-    wire.send_response(200)
-    wire.send_header("Content-Type", "text/event-stream")
-    wire.send_header("Content-Encoding", "gzip")
-    wire.send_header("Content-Length", "20")
-    wire.end_headers()
-    wire.wfile.write(bytes(20))
-
-
-@fault
-def finish_and_silence(wire, events):
-    """finish_reason and timings, and then silence"""
-    wire.head()
-    for event in events:
-        wire.event(event)
-    wire.silence()
-
-
-@fault
-def short_finish_and_silence(wire, events):
-    """three tokens, finish_reason, and then silence"""
-    some(wire, events, 4)
-    wire.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    wire.silence()
-
-
-@fault
-def short(wire, events):
-    """an answer of three tokens"""
-    some(wire, events, 4)
-    wire.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    wire.done()
-
-
-@fault
-def silence(wire, events):
-    """no headers, nothing, for ever"""
-    wire.silence()
-
-
-@fault
-def silence_after_headers(wire, events):
-    """headers, and then nothing for ever"""
-    wire.head()
-    wire.silence()
-
-
-@fault
-def only_comments(wire, events):
-    """a comment every 20 ms for ever"""
-    wire.head()
-    while True:
-        wire.send(b":\n\n")
-        wire.pause(0.02)
-
-
-@fault
-def stall(wire, events):
-    """five events, and then silence"""
-    some(wire, events)
-    wire.silence()
-
-
-@fault
-def stall_close(wire, events):
-    """five events with Connection: close, and then silence"""
-    some(wire, events, framing="close")
-    wire.silence()
-
-
-@fault
-def dribble(wire, events):
-    """five events, and then one event byte by byte, every 20 ms, for ever"""
-    some(wire, events)
-    wire.send(b"data: ")
-    while True:
-        wire.send(b" ")
-        wire.pause(0.02)
-
-
-@fault
-def dribble_headers(wire, events):
-    """headers byte by byte, every 20 ms, for ever"""
-    wire.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-    while True:
-        wire.wfile.write(b"x")
-        wire.pause(0.02)
-
-
-@fault
-def polite_cut(wire, events):
-    """[DONE] after five events, without a finish_reason"""
-    some(wire, events)
-    wire.done()
-
-
-@fault
-def polite_cut_timings(wire, events):
-    """[DONE] after five events, each with timings, and without a finish_reason"""
-    wire.head()
-    for event in itertools.islice(events, 5):
-        wire.event(
-            {**event, "timings": {"cache_n": 0, "prompt_n": 40, "prompt_ms": 1.0, "predicted_n": 4}}
-        )
-    wire.done()
-
-
-@fault
-def finish_filter(wire, events):
-    """finish_reason content_filter, and [DONE]"""
-    some(wire, events)
-    wire.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "content_filter"}]})
-    wire.done()
-
-
-# ---------------------------------------------------------------------------- errors and lies in the stream
-
-
-def broken(name, piece, doc, count=5, then_done=False):
-    """A fault that sends `piece` after `count` events of the answer."""
-
-    def send(wire, events):
-        some(wire, events, count)
-        wire.send(piece)
-        if then_done:
-            for event in events:
-                wire.event(event)
-            wire.done()
-        wire.end()
-
-    send.__name__, send.__doc__ = name, doc
-    return fault(send)
-
-
-ERROR = b'{"error": {"code": 500, "message": "the GPU fell off", "type": "server_error"}}'
-broken("error_event", b"data: " + ERROR + b"\n\n", "an error as an event, after content")
-broken(
-    "error_event_first", b"data: " + ERROR + b"\n\n", "an error as an event, before any content", 0
-)
-broken(
-    "error_event_and_done",
-    b"data: " + ERROR + b"\n\n",
-    "an error as an event, and the answer goes on to [DONE]",
-    5,
-    True,
-)
-broken(
-    "error_text",
-    b'data: {"error": "the GPU fell off"}\n\n',
-    "an error whose value is text",
-    5,
-    True,
-)
-broken(
-    "error_object",
-    b'data: {"object": "error", "message": "the GPU fell off"}\n\n',
-    "an object of type error",
-    5,
-    True,
-)
-broken(
-    "error_beside_choices",
-    b'data: {"choices": [{"delta": {}}], "error": {"message": "the GPU fell off"}}\n\n',
-    "an error in a chunk that is right otherwise, as OpenRouter's",
-    5,
-    True,
-)
-broken("error_field", b"error: " + ERROR + b"\n\n", "a bare error: line", 5, True)
-broken(
-    "error_field_first", b"error: " + ERROR + b"\n\n", "a bare error: line before any content", 0
-)
-broken("error_json", ERROR + b"\n", "bare JSON in the stream", 5, True)
-broken(
-    "error_finish",
-    b'data: {"choices": [{"finish_reason": "error"}]}\n\n',
-    "finish_reason error",
-    5,
-    True,
-)
-broken(
-    "error_code",
-    b'data: {"text": "the GPU fell off", "error_code": 50002}\n\n',
-    "FastChat's error, and [DONE]",
-    5,
-    True,
-)
-broken(
-    "error_detail",
-    b'data: {"detail": "the GPU fell off"}\n\n',
-    "FastAPI's error, and [DONE]",
-    5,
-    True,
-)
-broken(
-    "error_context",
-    b'data: {"error": {"message": "Context size has been exceeded."}}\n\n',
-    "a full context",
-    5,
-)
-broken("null_event", b"data: null\n\n", "an event that is null", 5, True)
-broken(
-    "error_named", b"event: error\ndata: the GPU fell off\n\n", "an event of type error", 5, True
-)
-broken("not_json", b"data: {oops\n\n", "an event that is not JSON", 5, True)
-broken("not_an_object", b"data: [1, 2]\n\n", "an event that is JSON, but no object", 5, True)
-broken("deep_json", b"data: " + b"[" * 100_000 + b"\n\n", "JSON nested 100,000 deep", 5, True)
-broken(
-    "content_a_number",
-    b'data: {"choices": [{"delta": {"content": 5}}]}\n\n',
-    "content that is a number",
-    5,
-    True,
-)
-broken("choices_a_text", b'data: {"choices": "none"}\n\n', "choices that are a text", 5, True)
-broken("joined_events", b"data: {}\ndata: [DONE]\n\n", "[DONE] in one event with something else")
-
-
-def with_timings(name, change, doc):
-    """A fault whose timings are what `change` makes of the right ones."""
-
-    def send(wire, events):
-        wire.head()
-        for event in events:
-            if "timings" in event:
-                event["timings"] = change(event["timings"])
-            wire.event(event)
-        wire.done()
-
-    send.__name__, send.__doc__ = name, doc
-    return fault(send)
-
-
-with_timings("timings_null", lambda timings: None, "timings that are null")
-with_timings("timings_text", lambda timings: "fast", "timings that are a text")
-with_timings("timings_empty", lambda timings: {}, "timings without a key")
-with_timings(
-    "timings_nan",
-    lambda timings: dict.fromkeys(timings, float("nan")),
-    "timings that are not a number",
-)
-with_timings("timings_true", lambda timings: dict.fromkeys(timings, True), "timings that are true")
-with_timings(
-    "timings_words", lambda timings: dict.fromkeys(timings, "12"), "timings that are texts"
-)
-with_timings("timings_negative", lambda timings: dict.fromkeys(timings, -1), "timings below zero")
-with_timings(
-    "timings_fraction",
-    lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5},
-    "counts that are not whole",
-)
-with_timings(
-    "cached_untold",
-    lambda t: {key: t[key] for key in t if key != "cache_n"},
-    "timings without cache_n",
-)
-with_timings(
-    "everything_kept_untold",
-    lambda t: {
-        "prompt_n": 1,
-        "prompt_ms": t["prompt_ms"],
-        "predicted_n": 1,
-        "predicted_ms": t["predicted_ms"],
-    },
-    "one token computed of every prompt, and no cache_n",
-)
-with_timings(
-    "timings_early",
-    lambda t: {**t, "prompt_ms": 90_000.0},
-    "a prompt that took longer than the answer",
-)
-with_timings(
-    "slow_line",
-    lambda t: {**t, "predicted_ms": 1.0},
-    "an answer that takes longer than the server took",
-)
-with_timings(
-    "timings_huge", lambda timings: dict.fromkeys(timings, 10**400), "timings beyond every number"
-)
-with_timings(
-    "all_cached",
-    lambda t: {**t, "cache_n": t["prompt_n"] // 4},
-    "a fifth of every prompt out of a cache",
-)
-
-
-@fault
-def no_timings(wire, events):
-    """no timings at all"""
-    wire.head()
-    for event in events:
-        event.pop("timings", None)
-        wire.event(event)
-    wire.done()
-
-
-@fault
-def no_content(wire, events):
-    """an answer without content"""
-    wire.head()
-    for event in events:
-        if not content(event):
-            wire.event(event)
-    wire.done()
-
-
-@fault
-def only_reasoning(wire, events):
-    """an answer of nothing but reasoning"""
-    wire.head()
-    for event in events:
-        if content(event):
-            event["choices"][0]["delta"] = {"reasoning_content": content(event)}
-        wire.event(event)
-    wire.done()
-
-
-@fault
-def runaway_line(wire, events):
-    """a line without an end"""
-    wire.head(framing="close")
-    while True:
-        wire.send(b"x" * 2**20)
-        wire.pause(0)
-
-
-# ---------------------------------------------------------------------------- /slots
-
-
-@slots_fault
-def slots_off(wire, states):
-    """501, as with --no-slots"""
-    wire.error(
-        501,
-        "not_supported_error",
-        "This server does not support slots endpoint. Start it with `--slots`",
-    )
-
-
-@slots_fault
-def slots_deep(wire, states):
-    """JSON that no reader can take apart"""
-    wire.json(b"[" * 100_000)
-
-
-@slots_fault
-def slots_missing(wire, states):
-    """404, as from another kind of server"""
-    wire.error(404, "not_found_error", "File Not Found")
-
-
-@slots_fault
-def slots_401(wire, states):
-    """401: an API key is asked for"""
-    wire.error(401, "authentication_error", "Invalid API Key")
-
-
-@slots_fault
-def slots_502(wire, states):
-    """502 from a proxy"""
-    wire.json(b"<html><title>502 Bad Gateway</title></html>", 502)
-
-
-@slots_fault
-def slots_loading(wire, states):
-    """503 while the model is loading"""
-    wire.error(503, "unavailable_error", "Loading model")
-
-
-@slots_fault
-def slots_router(wire, states):
-    """400 of a llama-server that was started without a model"""
-    wire.error(400, "invalid_request_error", "model name is missing from the request")
-
-
-@slots_fault
-def slots_page(wire, states):
-    """a web page"""
-    wire.json(b"<html>")
-
-
-@slots_fault
-def slots_shape(wire, states):
-    """JSON of another shape"""
-    wire.json({"slots": states})
-
-
-@slots_fault
-def slots_texts(wire, states):
-    """is_processing as a text"""
-    wire.json([dict(state, is_processing="false") for state in states])
-
-
-@slots_fault
-def slots_busy(wire, states):
-    """a slot that never becomes idle"""
-    wire.json([dict(state, is_processing=True) for state in states])
-
-
-@slots_fault
-def slots_silence(wire, states):
-    """no answer"""
-    time.sleep(30)
-
-
-@slots_fault
-def slots_cached(wire, states):
-    """a proxy that caches: always idle"""
-    wire.json([dict(state, is_processing=False) for state in states])
-
-
-@slots_fault
-def slots_without_id(wire, states):
-    """no id_task, as in old builds"""
-    wire.json([{key: state[key] for key in state if key != "id_task"} for state in states])
-
-
-def taken(wire, states):
-    """The slots once a client has hung up: with someone else's request at work, which took the slot at once."""
-    if wire.server.fake.closed_ms and not states[0]["is_processing"]:
-        return [dict(states[0], is_processing=True, id_task=states[0]["id_task"] + 1)]
-    return states
-
-
-@slots_fault
-def slots_taken(wire, states):
-    """someone else's request takes the slot as soon as a client has hung up, and keeps it"""
-    wire.json(taken(wire, states))
-
-
-@slots_fault
-def slots_taken_without_id(wire, states):
-    """someone else's request takes the slot, and there is no id_task"""
-    slots_without_id(wire, taken(wire, states))
-
-
-def second_slot(wire, states, busy):
-    wire.json([*states, dict(states[0], id=1, is_processing=busy)])
-
-
-@slots_fault
-def slots_second_busy(wire, states):
-    """a second slot that is busy while an answer ends and a little longer"""
-    second_slot(wire, states, wire.server.fake.paths[-3:-1].count("/v1/chat/completions") > 0)
-
-
-@slots_fault
-def slots_second_ends(wire, states):
-    """a second slot that is busy at the first look after an answer, and not at the next"""
-    second_slot(wire, states, wire.server.fake.paths[-2:-1] == ["/v1/chat/completions"])
-
-
-@slots_fault
-def slots_two_at_work(wire, states):
-    """a second slot that works whenever the first does"""
-    second_slot(wire, [dict(states[0], id_task=7)], states[0]["is_processing"])
-
-
-@slots_fault
-def slots_slow(wire, states):
-    """an answer that takes 300 ms once a client has hung up"""
+def slow_after(wire, slots):
     time.sleep(0.3 * bool(wire.server.fake.closed_ms))
-    wire.json(states)
+    wire.json(slots)
 
 
-@slots_fault
-def slots_slow_at_work(wire, states):
-    """an answer that takes 700 ms while a slot is at work"""
-    time.sleep(0.7 * states[0]["is_processing"])
-    wire.json(states)
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+HMM = delta(reasoning_content="Hmm. ")
+ERROR = b'{"error": {"code": 500, "message": "the GPU fell off", "type": "server_error"}}'
+PING = b'event: ping\ndata: {"type": "ping"}\n\nevent: keepalive\ndata: ping\n\n'
+EMPTY = [delta(content=None), delta(content=""), delta(), {"choices": [{"delta": None}]}]
+EMPTY += [{"choices": []}, {"choices": None, "error": None}]
+SEPARATORS = "One\u2028two\u0085three\x0cfour\u2029five. End."
+LETTERS = "診療は九時から。 🙂 OK."
+DEEP = b"[" * 100_000
+TIMINGS = {"cache_n": 0, "prompt_n": 40, "prompt_ms": 1.0, "predicted_n": 4, "predicted_ms": 1.0}
+DRIBBLE = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: "
+
+# fmt: off
+# ------------------------------------------------------------ right, but unusual
+chat("figures_alone",
+     "two more events at the end, one with the usage alone, one with the timings alone",
+     stream(last(lambda e: [e, {"usage": {"total_tokens": 1}}, {"timings": e["timings"]}]), DONE),
+     HARMLESS)
+chat("comments", "comments before, between and after the events, also at once after the headers",
+     stream(b":\n\n: keep-alive\n\n", each(lambda e: [e, b":\n\n: data: {not an event}\n"]), DONE),
+     HARMLESS)
+chat("bytewise", "every byte of the first ten events in an HTTP chunk of its own",
+     stream(first(10, lambda e: bytewise(data(e))), REST, DONE), HARMLESS)
+chat("batched", "three tokens in one event", stream(through(batched), DONE), HARMLESS)
+chat("two_in_a_chunk", "two events in one HTTP chunk",
+     stream(through(two_in_a_chunk), DONE), HARMLESS)
+chat("empty_contents",
+     "content that is null, empty or missing between the tokens, and no choices at all",
+     stream(each(lambda e: [*EMPTY, e]), DONE), HARMLESS)
+chat("timings_apart", "the timings on one more event without choices",
+     stream(last(lambda e: [without("timings", e), dict(e, choices=[])]), DONE), HARMLESS)
+chat("timings_per_token", "timings on every event: the last ones count",
+     stream(each(lambda e: [{"timings": dict.fromkeys(TIMINGS, 1), **e}]), DONE), HARMLESS)
+chat("no_last_newline", "[DONE] without a newline, and the connection ends",
+     stream(REST, b"data: [DONE]", framing="close"), HARMLESS)
+chat("connection_close", "Connection: close, no length, and Content-Encoding: Identity",
+     raw(STREAM_HEAD + b"Identity\r\nConnection: close\r\n\r\n", REST, DONE), HARMLESS)
+chat("http_1_0", "HTTP/1.0", stream(REST, DONE, framing="close", version="HTTP/1.0"), HARMLESS)
+chat("late_done", "[DONE] 100 ms after everything else", stream(REST, pause(0.1), DONE), HARMLESS)
+chat("no_content_type", "no Content-Type header", stream(REST, DONE, kind=None), HARMLESS)
+chat("open_after_done",
+     "the connection stays open and silent after [DONE], without even a blank line",
+     stream(REST, b"data: [DONE]\n", SILENCE), HARMLESS)
+chat("timings_only", "no finish_reason, but llama-server's final timings",
+     stream(each(lambda e: [dict(e, choices=[without("finish_reason", e["choices"][0])])]), DONE),
+     HARMLESS)
+chat("finish_with_content",
+     "the finish_reason on the last event with content, and the timings alone behind it",
+     stream(through(finish_with_content), DONE), HARMLESS)
+chat("named_pings", "events of another type in between, with JSON, with text",
+     stream(each(lambda e: [PING, e]), DONE), HARMLESS)
+chat("recorded", "the bytes that a real llama-server sent",
+     stream(through(recorded), END), tested_in("test_steps.py", "test_streams.py"))
+chat("line_separators", "U+2028, U+0085 and others that are no line end here, raw inside the data",
+     answering(data(delta(content=SEPARATORS), ascii=False)), tested_in("test_streams.py"))
+chat("split_characters", "raw UTF-8, each HTTP chunk one byte long",
+     answering(*bytewise(data(delta(content=LETTERS), ascii=False))),
+     tested_in("test_streams.py", "test_steps.py"))
+chat("long_line", "one line of 3 MB", answering("Long. ", "x" * 3_000_000),
+     tested_in("test_streams.py"))
+chat("long_answer", "thirty fragments of 8 kB, and after [DONE] the connection stays open",
+     stream(first(1), *["x" * 8000, pause(0.01)] * 30, NO_TOKENS, DONE, SILENCE),
+     noted("no sentence ended"))
+chat("half_surrogates", "a character cut in two halves of a surrogate pair, one an event",
+     answering("Fine \ud83d", "\ude00. Bye."), tested_in("test_streams.py"))
+chat("terminal_codes",
+     "an answer that clears the screen, sets a title, rings the bell and forges a line",
+     answering("\x1b[2J\x1b]0;owned\x07", "Hi\r", "there\n\x9b31m\u202ewrote.", " Bye."),
+     tested_in("test_streams.py"))
+chat("slow_second", "the second token 300 ms after the first",
+     stream(first(2), pause(0.3), REST, DONE), tested_in("test_steps.py"))
+chat("slow_sentences",
+     "two sentences, 1.5 s before the white space between them, and again behind it",
+     answering("Come", " at 9.", pause(1.5), " Bring", pause(1.5), " ID."),
+     tested_in("test_steps.py"))
+chat("paced",
+     "as slow_second; 10 to 50 ms more in front, and 20 to 100 before [DONE], for each of five",
+     paced, tested_in("test_steps.py"))
+
+# ------------------------------------------------------------ true, with something else in it
+chat("queued", "200 ms with comments before the prompt is even begun, as in a queue",
+     stream(b":\n\n", pause(0.1), b":\n\n", pause(0.1), REST, DONE),
+     noted("a first token took ", " by the server's clock", "queue", "network", "suspended",
+           by=TTFT))
+chat("early_role", 'the role, with "content": "", 150 ms before the prompt is even begun',
+     stream(ROLE, pause(0.15), through(lambda events: itertools.islice(events, 1, None)), DONE),
+     noted("a first token took ", " by the server's clock"))
+chat("timings_early", "a prompt that took longer than the answer",
+     with_timings(lambda t: {**t, "prompt_ms": 90_000.0}),
+     noted("a first token took ", "90000 by the server's clock", by=TTFT))
+chat("buffered", "a proxy that holds everything back until the end", stream(through(list), DONE),
+     noted("an answer came in ", " by the server's clock", "buffers", "suspended"))
+chat("slow_line", "an answer that takes longer than the server took",
+     with_timings(lambda t: {**t, "predicted_ms": 1.0}),
+     noted("an answer came in ", " by the server's clock"))
+chat("reasoning_first", "120 ms of reasoning before the answer",
+     stream(first(1), *[HMM, pause(0.04)] * 3, REST, DONE),
+     noted("reasoning came first: ", "ms of the first token's time"))
+chat("thinking", "the answer begins with <think>", stream(through(thinking), DONE),
+     noted("the answer begins with reasoning (<think>)", "--reasoning-budget 0", by=(*ALL, EARLY)))
+chat("thoughts_end", "the answer begins with thoughts that </think> ends",
+     answering("Hmm. ", "</think>", "Yes. ", "Come."), noted("begins with reasoning (<think>)"))
+chat("talkative", "170 fragments, whatever max_tokens says", answering(*["word "] * 170),
+     noted("the server ignored max_tokens: 170 tokens for 64", by=TTFT))
+chat("overrun", "170 tokens by the server's count, whatever max_tokens says",
+     with_timings(lambda t: {**t, "predicted_n": 170}),
+     noted("the server ignored max_tokens: 170 tokens for 120"))
+chat("forgets_answers", "the slot keeps the prompt, and not the answer", forgetful,
+     tested_in("test_call.py"))
+chat("recomputes",
+     "a model with recurrent memory, or --no-cache-prompt: every prompt is computed whole",
+     asked_for(cache_prompt=False),
+     noted("second reused nothing", "sliding window", "--no-cache-prompt", "another request",
+           by=CACHE),
+     noted("second and changed_suffix reused nothing", by=f"{CACHE} --changed-suffix"))
+chat("deaf", "a relay that swallows the hang-up: the server goes on to the end", deaf,
+     tested_in("test_faults.py"))
+
+# ------------------------------------------------------------ the cache is on
+chat("cache_always", "a proxy that drops cache_prompt, so that the cache stays on",
+     asked_for(cache_prompt=True),
+     fails("from a cache", "cache_prompt is false", by=(TTFT, PREFILL)))
+chat("cache_always_untold", "the cache stays on, and the timings have no cache_n",
+     asked_for(with_timings(lambda t: without("cache_n", t)), cache_prompt=True),
+     fails("all but 1 token for 17 words", "came from a cache",
+           "cache_prompt is false"))
+chat("cache_partly_untold",
+     "a third of the prompt from a cache after the first request, and no cache_n", partly_cached,
+     fails("59, 39, 39, 39, 39 tokens", "the KV cache was on"))
+chat("cached_untold", "timings without cache_n", with_timings(lambda t: without("cache_n", t)),
+     noted("can't verify that the cache was off", by=PREFILL))
+chat("everything_kept_untold", "one token computed of every prompt, and no cache_n",
+     with_timings(lambda t: without("cache_n", {**t, "prompt_n": 1, "predicted_n": 1})),
+     fails("first was answered from a cache already", by=CACHE))
+chat("all_cached", "a fifth of every prompt out of a cache",
+     with_timings(lambda t: {**t, "cache_n": t["prompt_n"] // 4}),
+     fails("first was answered from a cache already", "tokens reused", "--cache-ram 0", by=CACHE))
+
+# ------------------------------------------------------------ refusals
+chat("too_long", "400: the prompt exceeds the context",
+     refuse(400, "request (6016 tokens) exceeds the available context size (4096 tokens)"),
+     fails("400", "request (6016 tokens) exceeds the available context size", "shorten the prompt",
+           "-np 1", by=ALL))
+chat("context_exceeded", "500: the context of a build that says so in other words",
+     refuse(500, "Context size has been exceeded."),
+     fails("500", "Context size", "shorten the prompt"))
+chat("embeddings", "501 of a llama-server that was started for embeddings",
+     refuse(501, "This server does not support completions. Start it without `--embeddings`"),
+     fails("501", "Start it without `--embeddings`", "restart llama-server as its message says"))
+chat("router", "400 of a llama-server that was started without a model",
+     refuse(400, "model name is missing from the request"),
+     fails("400", "model name is missing", "router", "(-m)"))
+chat("bad_request", "400 with a cause that is not known here",
+     refuse(400, "Assistant message must contain content"),
+     fails("400", "must contain content", "look at the server's log"))
+chat("loading", "503 while the model is loading", refuse(503, "Loading model"),
+     fails("503", "Loading model", "wait until the model is loaded"))
+chat("key_echoed", "401 that repeats the key", key_echoed, tested_in("test_edges.py"))
+chat("unauthorized", "401: an API key is asked for", refuse(401, "Invalid API Key\x1b[2J"),
+     fails("401", "Invalid API Key\\x1b[2J", "VOICE_LLM_API_KEY", "--api-key"))
+chat("login_401", "401 with a web page", page(401, "Please log in"),
+     fails("401", "Please log in", "VOICE_LLM_API_KEY", "VOICE_LLM_URL"))
+chat("proxy_503", "503 with a web page", page(503, "Service Unavailable"),
+     fails("503", "Service Unavailable", "proxy can't reach llama-server"))
+chat("proxy_page", "a proxy's 502 page", page(502, "502 Bad\nGateway"),
+     fails("502", "502 Bad Gateway", "proxy can't reach llama-server"))
+chat("too_large", "413 with a web page", page(413, "Request Entity Too Large"),
+     fails("413", "Too Large", "limits the size"))
+chat("rate_limited", "429 with a web page", page(429, "Too Many Requests"),
+     fails("429", "Too Many", "limits the size or the number of requests"))
+chat("redirect", "301 to somewhere else",
+     raw(b"HTTP/1.1 301 Moved\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"),
+     fails("301", "redirect", "VOICE_LLM_URL"))
+chat("login_page", "a web page with status 200", page(200, "Sign in"),
+     fails("text/html", "Sign in", "is this a llama-server"))
+chat("text_plain", "an event stream that never ends, labelled text/plain",
+     stream(REST, forever(b":\n\n"), kind="text/plain"),
+     fails("text/plain", "not an event stream", "is this a llama-server"))
+chat("not_streaming", "a whole JSON answer instead of a stream",
+     reply({"choices": [{"message": {"role": "assistant", "content": "Hello."}}]}),
+     fails("application/json", "not an event stream"))
+chat("json_error_200", "an error as JSON, with status 200",
+     reply({"error": {"message": "out of memory"}}), fails("out of memory"))
+chat("not_http", "bytes that are no HTTP", raw(b"\x16\x03\x01 SSH-2.0-nothing\r\n\r\n"),
+     fails("no answer"))
+chat("hung_up", "the connection ends before any answer", raw(HANG_UP),
+     fails("no answer", "(Remote end closed connection without response)"))
+chat("error_body_silent", "500, and then its body never comes",
+     raw(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100\r\n\r\n", SILENCE),
+     fails("500"))
+chat("compressed", "a body that a proxy has compressed with gzip",
+     raw(STREAM_HEAD + b"gzip\r\nContent-Length: 20\r\n\r\n" + bytes(20)),
+     fails("gzip", "remove the proxy"))
+
+# ------------------------------------------------------------ cut off
+chat("cut_between_chunks", "the connection ends between two HTTP chunks", stream(FIVE, HANG_UP),
+     fails("4 fragments but no [DONE] before the connection ended", by=(TTFT, CANCEL)))
+chat("cut_inside_line", "the connection ends inside a line",
+     stream(FIVE, unframed(b'ff\r\ndata: {"choices": [{"del'), HANG_UP),
+     fails("but no [DONE] before"))
+chat("cut_close", "the connection ends inside a line of a body without a length",
+     stream(FIVE, b'data: {"choices": [{"del', framing="close"), fails("but no [DONE] before"))
+chat("cut_reset", "the connection is reset", stream(FIVE, pause(0.5), RESET),
+     fails("(Connection reset by peer)"))
+chat("no_done", "a clean end, with finish_reason and timings, but no [DONE]", stream(REST, END),
+     fails("but no [DONE] before"))
+chat("empty_stream", "headers, and a clean end", stream(END),
+     fails("0 fragments but no [DONE] before"))
+chat("bad_chunk", "an HTTP chunk whose size is no number",
+     stream(FIVE, unframed(b"zz\r\n\r\n"), HANG_UP), fails("but no [DONE] before"))
+chat("huge_chunk", "an HTTP chunk whose size is beyond every number of bytes",
+     stream(FIVE, unframed(b"F" * 20 + b"\r\ndata: {}\n\n"), SILENCE),
+     fails("but no [DONE] before"))
+chat("runaway_line", "a line without an end", stream(forever(b"x" * 2**20, 0), framing="close"),
+     fails("a line of more than"))
+chat("polite_cut", "[DONE] after five events, without a finish_reason", stream(FIVE, DONE),
+     fails("cut short", "[DONE] after 4 fragments", "finish_reason None", by=(TTFT, CANCEL)))
+chat("polite_cut_timings",
+     "[DONE] after five events, each with timings, and without a finish_reason",
+     stream(through(lambda events: (dict(e, timings=TIMINGS) for e in itertools.islice(events, 5))),
+          DONE), fails("cut short", "[DONE] after 4 fragments", "finish_reason None"))
+chat("finish_filter", "finish_reason content_filter, and [DONE]",
+     stream(FIVE, finish("content_filter"), DONE),
+     fails("cut short", "finish_reason 'content_filter'"))
+chat("short", "an answer of three tokens", stream(first(4), finish("stop"), DONE),
+     fails("the answer had ended before the close", "void", by=CANCEL))
+
+chat("fast", "256 tokens at once, but one every 50 ms of 2048", at_speed(0, 50),
+     tested_in("test_edges.py"))
+chat("too_fast", "every answer at once", at_speed(0, 0),
+     void("the answer had ended before the close", "slower model"))
+
+# ------------------------------------------------------------ for ever
+chat("silence", "no headers, nothing, for ever", raw(SILENCE), for_ever("no answer"),
+     void("had not answered", "too far away", "refuse"),
+     void("had not accepted", "too far away", "refuse", by=EARLY))
+chat("silence_after_headers", "headers, and then nothing for ever", stream(SILENCE),
+     for_ever("0 fragments"), void("prefill", "KV cache"))
+chat("silence_after_role", "headers and the role, and then nothing for ever",
+     stream(first(1), SILENCE), void("prefill", "KV cache"))
+chat("only_comments", "a comment every 20 ms for ever", stream(forever(b":\n\n")),
+     for_ever("0 fragments"), void("prefill", "KV cache"))
+chat("reasoning_for_ever", "reasoning every 20 ms for ever", stream(ROLE, forever(HMM)),
+     void("only reasoning", "--reasoning-budget 0"),
+     void("the first token came before the close", by=EARLY))
+chat("stall", "five events, and then silence", stream(FIVE, SILENCE), for_ever("4 fragments"),
+     hung_up(4))
+chat("stall_close", "five events with Connection: close, and then silence",
+     stream(FIVE, SILENCE, framing="close"), for_ever("4 fragments"), hung_up(4))
+chat("dribble", "five events, and then one event byte by byte, every 20 ms, for ever",
+     stream(FIVE, b"data: ", forever(b" ")), for_ever("4 fragments"), hung_up(4))
+chat("dribble_headers", "headers byte by byte, every 20 ms, for ever",
+     raw(b"HTTP/1.1 200 OK\r\nX-Slow: ", forever(b"x")), for_ever("0 fragments"),
+     void("had not answered"))
+chat("finish_and_silence", "finish_reason and timings, and then silence", stream(REST, SILENCE),
+     for_ever("no [DONE]"))
+chat("short_finish_and_silence", "three tokens, finish_reason, and then silence",
+     stream(first(4), finish("stop"), SILENCE), void("the answer had ended before the close"))
+
+# ------------------------------------------------------------ errors and lies in the stream
+chat("error_event", "an error as an event, after content",
+     stream(FIVE, b"data: " + ERROR + b"\n\n", END),
+     fails("the GPU fell off", "after 4 fragments", by=(TTFT, CANCEL)))
+chat("error_event_first", "an error as an event, before any content",
+     stream(b"data: " + ERROR + b"\n\n", END), fails("the GPU fell off", "after 0 fragments"))
+chat("error_event_and_done", "an error as an event, and the answer goes on to [DONE]",
+     amid(b"data: " + ERROR + b"\n\n"), fails("the GPU fell off"))
+chat("error_text", "an error whose value is text", amid({"error": "the GPU fell off"}),
+     fails("the GPU fell off"))
+chat("error_object", "an object of type error",
+     amid({"object": "error", "message": "the GPU fell off"}), fails("the GPU fell off"))
+chat("error_beside_choices", "an error in a chunk that is right otherwise, as OpenRouter's",
+     amid({**delta(), "error": {"message": "the GPU fell off"}}),
+     fails("the GPU fell off", "reported an error"))
+chat("error_field", "a bare error: line", amid(b"error: " + ERROR + b"\n\n"),
+     fails("the GPU fell off"))
+chat("error_field_first", "a bare error: line before any content",
+     stream(b"error: " + ERROR + b"\n\n", END), fails("the GPU fell off"))
+chat("error_json", "bare JSON in the stream", amid(ERROR + b"\n"), fails("the GPU fell off"))
+chat("error_finish", "finish_reason error", amid(finish("error")),
+     fails("cut short", "finish_reason 'error'"))
+chat("error_code", "FastChat's error, and [DONE]",
+     amid({"text": "the GPU fell off", "error_code": 50002}),
+     fails("the GPU fell off", "reported an error"))
+chat("error_detail", "FastAPI's error, and [DONE]", amid({"detail": "the GPU fell off"}),
+     fails("the GPU fell off", "reported an error"))
+chat("error_context", "a full context",
+     stream(FIVE, {"error": {"message": "Context size has been exceeded."}}, END),
+     fails("Context size", "shorten the prompt"))
+chat("error_named", "an event of type error", amid(b"event: error\ndata: the GPU fell off\n\n"),
+     fails("the GPU fell off"))
+chat("null_event", "an event that is null", amid(b"data: null\n\n"),
+     fails("not JSON as the API has it"))
+chat("not_json", "an event that is not JSON", amid(b"data: {oops\n\n"), fails("not JSON", "{oops"))
+chat("not_an_object", "an event that is JSON, but no object", amid(b"data: [1, 2]\n\n"),
+     fails("not JSON as the API has it"))
+chat("deep_json", "JSON nested 100,000 deep", amid(b"data: " + DEEP + b"\n\n"), fails("not JSON"))
+chat("content_a_number", "content that is a number", amid(delta(content=5)),
+     fails("not JSON as the API has it"))
+chat("choices_a_text", "choices that are a text", amid(b'data: {"choices": "none"}\n\n'),
+     fails("not JSON as the API has it"))
+chat("joined_events", "[DONE] in one event with something else",
+     stream(FIVE, b"data: {}\ndata: [DONE]\n\n", END), fails("not JSON"))
+chat("no_content", "an answer without content",
+     stream(NO_TOKENS, DONE),
+     fails("no content in 22 tokens", "half a character", "max_tokens"),
+     fails("no content", by=EARLY))
+chat("no_content_untold", "an answer without content or timings",
+     stream(NO_TOKENS_UNTOLD, DONE), fails("no content: is it a chat model?"))
+chat("only_reasoning", "an answer of nothing but reasoning",
+     stream(each(lambda e: [delta(reasoning_content=content(e)) if content(e) else e]), DONE),
+     fails("only reasoning", "--reasoning-budget 0"))
+
+# ------------------------------------------------------------ timings
+chat("no_timings", "no timings at all", stream(last(lambda e: [without("timings", e)]), DONE),
+     fails("the server's timings lack p", by=(TTFT, PREFILL, CACHE)),
+     noted("can't verify that the cache was off", by=STEP_2))
+chat("timings_null", "timings that are null", with_timings(lambda t: None),
+     fails("the server's timings lack predicted_n: is it a llama-server"))
+chat("timings_text", "timings that are a text", with_timings(lambda t: "fast"),
+     fails("timings lack predicted_n"))
+chat("timings_empty", "timings without a key", with_timings(lambda t: {}),
+     fails("timings lack p", by=(TTFT, PREFILL)))
+chat("timings_nan", "timings that are not a number",
+     with_timings(lambda t: dict.fromkeys(t, float("nan"))),
+     fails("nan", "as predicted_n"))
+chat("timings_true", "timings that are true", with_timings(lambda t: dict.fromkeys(t, True)),
+     fails("True", "as predicted_n"))
+chat("timings_words", "timings that are texts", with_timings(lambda t: dict.fromkeys(t, "12")),
+     fails("'12'", "as predicted_n"))
+chat("timings_negative", "timings below zero", with_timings(lambda t: dict.fromkeys(t, -1)),
+     fails("-1", "as predicted_n"))
+chat("timings_huge", "timings beyond every number",
+     with_timings(lambda t: dict.fromkeys(t, 10**400)), fails("as predicted_n"))
+chat("timings_fraction", "counts that are not whole",
+     with_timings(lambda t: {**t, "prompt_n": 12.5, "predicted_n": 12.5}),
+     fails("12.5 as p", by=(TTFT, PREFILL)))
+
+# ------------------------------------------------------------ /slots
+slots("slots_off", "501, as with --no-slots",
+      refuse(501, "This server does not support slots endpoint. Start it with `--slots`"),
+      fails("/slots", "501", "--no-slots", by=CANCEL),
+      noted("can't verify that the server was idle", "--no-slots", by=(STEP_2, SENTENCE)))
+slots("slots_missing", "404, as from another kind of server", refuse(404, "File Not Found"),
+      fails("/slots", "404", "is this a llama-server", by=CANCEL),
+      noted("can't verify that the server was idle", "404"))
+slots("slots_401", "401: an API key is asked for", refuse(401, "Invalid API Key"),
+      fails("/slots", "401", "VOICE_LLM_API_KEY", by=CANCEL))
+slots("slots_502", "502 from a proxy", page(502, "502 Bad Gateway"),
+      fails("/slots", "502", "proxy", by=CANCEL))
+slots("slots_loading", "503 while the model is loading", refuse(503, "Loading model"),
+      fails("/slots", "503", "wait until the model is loaded", by=CANCEL))
+slots("slots_router", "400 of a llama-server that was started without a model",
+      refuse(400, "model name is missing from the request"),
+      fails("/slots", "400", "router", by=CANCEL))
+slots("slots_page", "a web page", reply(b"<html>"),
+      fails("/slots", "is this a llama-server", by=CANCEL))
+slots("slots_deep", "JSON that no reader can take apart", reply(DEEP),
+      fails("/slots", "is this a llama-server", by=CANCEL))
+slots("slots_shape", "JSON of another shape", reply({"slots": [{"is_processing": False}]}),
+      fails("/slots", "is this a llama-server", by=CANCEL))
+slots("slots_texts", "is_processing as a text",
+      states(lambda slot: dict(slot, is_processing="false")),
+      fails("/slots", "is this a llama-server", by=CANCEL))
+slots("slots_busy", "a slot that never becomes idle",
+      states(lambda slot: dict(slot, is_processing=True)),
+      fails("still busy", "restart the server", by=(TTFT, CANCEL), limit=LIMIT))
+slots("slots_silence", "no answer", raw(SILENCE),
+      fails("this step needs /slots", "no answer after", by=CANCEL, limit=LIMIT),
+      noted("can't verify that the server was idle", "no answer after", by=TTFT, limit=2 * LIMIT))
+slots("slots_cached", "a proxy that caches: always idle",
+      states(lambda slot: dict(slot, is_processing=False)),
+      void("/slots showed no slot at work", "caches"))
+slots("slots_without_id", "no id_task, as in old builds",
+      states(lambda slot: without("id_task", slot)), tested_in("test_faults.py"))
+slots("slots_taken",
+      "someone else's request takes the slot as soon as a client has hung up, and keeps it",
+      lambda wire, slots: wire.json(taken(wire, slots)), tested_in("test_faults.py"))
+slots("slots_taken_without_id", "someone else's request takes the slot, and there is no id_task",
+      lambda wire, slots: wire.json([without("id_task", slot) for slot in taken(wire, slots)]),
+      Expected("fails", (CANCEL,), ("still busy", "after the close"), LIMIT, cut=1))
+slots("slots_next_caller", "someone else's request takes the one slot as soon as an answer ends",
+      after_an_answer(0, 2), HARMLESS)
+slots("slots_second_busy", "a second slot that is busy while an answer ends and a little longer",
+      after_an_answer(1, 2), noted("another slot was busy", "shared the machine"))
+slots("slots_second_ends",
+      "a second slot that is busy at the first look after an answer, and not at the next",
+      after_an_answer(1, 1), HARMLESS)
+slots("slots_two_at_work", "a second slot that works whenever the first does",
+      lambda wire, slots: wire.json([*slots, dict(slots[0], id=1, id_task=7)]),
+      void("2 requests were at work", "-np 1"))
+slots("slots_slow", "an answer that takes 300 ms once a client has hung up", slow_after,
+      noted("nobody saw whether the slot was busy", "may have been idle", "network", by=CANCEL))
+slots("slots_slow_at_work", "no answer while a slot is at work", slow_at_work,
+      void("/slots did not answer between the first token and the close"))
+
+# ------------------------------------------------------------ /health, and every GET
+health("health_page", "a web page", page(200, "Router"),
+       fails("/health", "200", "is this a llama-server", by=STEP_1))
+health("health_list", "a list", reply([]),
+       fails("/health", "200", "is this a llama-server", by=STEP_1))
+health("health_half", "half of a JSON object", reply(b"{"),
+       fails("/health", "is this a llama-server", by=STEP_1))
+health("health_deep", "JSON that no reader can take apart", reply(DEEP),
+       fails("/health", "is this a llama-server", by=STEP_1))
+health("health_binary", "bytes that are no text", reply(b"\xff\xfe"),
+       fails("/health", "is this a llama-server", by=STEP_1))
+health("health_error", "an error with status 200", reply({"error": "no such path"}),
+       fails("/health", "no such path", by=STEP_1))
+health("health_503", "503 with a web page", page(503, "503 Service Unavailable"),
+       fails("/health", "503", "a proxy can't reach llama-server", by=STEP_1))
+health("health_silence", "no answer", raw(SILENCE),
+       fails("/health: no answer after 5 s", "restart", by=STEP_1))
+health("health_dribble", "a byte every 20 ms, for ever", raw(DRIBBLE, forever(b" ")),
+       fails("/health: no answer after 3 s", by=STEP_1, limit=LIMIT))
+get("get_dropped", "the connection ends before any answer", raw(HANG_UP),
+    fails("this step needs /slots", "no answer (Remote end closed", by=CANCEL),
+    noted("can't verify that the server was idle", "no answer", by=(STEP_2, SENTENCE)))
+get("get_silence", "no answer", raw(SILENCE),
+    noted("can't verify that the server was idle", "no answer after", limit=2 * LIMIT))
+get("get_dribble", "a byte every 20 ms, for ever", raw(DRIBBLE, forever(b" ")),
+    noted("can't verify that the server was idle", "no answer after", limit=2 * LIMIT))
+# fmt: on

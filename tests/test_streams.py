@@ -1,28 +1,17 @@
 """What a good reader doesn't notice: streams that are right, but not the usual ones."""
 
 import io
+import threading
 
 import bench_lag
 import faults
 import pytest
 from conftest import eventually
-from fake_server import ANSWERS
 
 import sse
 
-BLOOD_TEST = ANSWERS["How do I prepare for a fasting blood test?"]
-
-
-@pytest.mark.parametrize("fault", faults.HARMLESS)
-def test_it_is_read_right(lab, fault):
-    fake = lab.serve(fault=fault)
-    process = lab.run_ok("measure_sentence.py")
-    assert "note:" not in process.err
-    result = lab.read("sentence.json")
-    assert result["text"] == BLOOD_TEST
-    assert result["ttft_ms"] <= result["first_sentence_ms"] < result["total_ms"]
-    if fault == "late_done":
-        assert result["total_ms"] >= fake.sent_ms[0][-1] + 100
+COUNTING = "List the numbers from 1 to 300, separated by commas."
+HI = [{"role": "user", "content": "hi"}]
 
 
 def test_the_raw_file_has_the_comments_and_the_blank_lines_too(lab):
@@ -31,11 +20,6 @@ def test_the_raw_file_has_the_comments_and_the_blank_lines_too(lab):
     raw = (lab.out / "sse_raw.txt").read_bytes()
     assert raw.startswith(b":\n\n: keep-alive\n\ndata: {")
     assert raw.count(b": data: {not an event}\n") == raw.count(b"data: {") // 2
-
-
-def test_a_connection_that_stays_open_after_done_is_not_waited_for(lab):
-    lab.serve(fault="open_after_done")
-    assert lab.run_ok("measure_sentence.py").seconds < 6
 
 
 @pytest.mark.parametrize(
@@ -124,9 +108,6 @@ def recorded(lab, monkeypatch):
     monkeypatch.setattr(sse, "notes", {})
 
 
-HI = [{"role": "user", "content": "hi"}]
-
-
 def test_stream_returns_fragments_the_whole_time_and_the_timings(recorded):
     chunks, total_ms, timings = sse.stream(HI)
     assert 0 < chunks[0]["t_ms"] <= chunks[-1]["t_ms"] < total_ms
@@ -157,98 +138,49 @@ def test_of_each_kind_of_note_the_largest_is_kept(monkeypatch):
     assert sse.notes == {"late": (90, "90 ms"), "other": (0, "once")}
 
 
-def looked_back(monkeypatch, timings, chunks=(1000.0, 2000.0), first=None, total=None):
-    """The kinds of notes after an answer with these times, all in ms."""
-
-    class Whole:
-        first_token_ms, total_ms, cache_prompt = first or chunks[0], total or chunks[-1], True
-
-    Whole.timings = timings
-    monkeypatch.setattr(sse, "notes", {})
-    monkeypatch.setattr(sse, "slots", list)
-    sse.note_what_else(Whole, [{"t_ms": t_ms, "text": "x"} for t_ms in chunks])
-    return set(sse.notes)
-
-
-@pytest.mark.parametrize(
-    ("timings", "times", "notes"),
-    [
-        ({"prompt_ms": 901.0, "predicted_ms": 1000.0}, {}, set()),
-        ({"prompt_ms": 899.0, "predicted_ms": 1000.0}, {}, {"first"}),
-        ({"prompt_ms": 1099.0, "predicted_ms": 1000.0}, {}, set()),
-        ({"prompt_ms": 1101.0, "predicted_ms": 1000.0}, {}, {"first"}),
-        ({"prompt_ms": 51.0}, {"chunks": (100.0, 2000.0)}, set()),
-        ({"prompt_ms": 49.0}, {"chunks": (100.0, 2000.0)}, {"first"}),
-        ({"prompt_ms": 1000.0, "predicted_ms": 1099.0}, {}, set()),
-        ({"prompt_ms": 1000.0, "predicted_ms": 1101.0}, {}, {"answer"}),
-        ({"prompt_ms": 1000.0, "predicted_ms": 899.0}, {}, {"answer"}),
-        ({"prompt_ms": 1000.0, "predicted_ms": 901.0}, {}, set()),
-        (
-            {"prompt_ms": 1000.0, "predicted_ms": 1500.0},
-            {"total": 2500.0},
-            set(),
-        ),  # the last token has no text
-        (
-            {"prompt_ms": 1000.0, "predicted_ms": 1000.0},
-            {"total": 2500.0},
-            set(),
-        ),  # [DONE] may be late
-        ({"prompt_ms": 1000.0, "predicted_ms": 149.0}, {"chunks": (1000.0, 1100.0)}, set()),
-        ({"prompt_ms": 1000.0, "predicted_ms": 151.0}, {"chunks": (1000.0, 1100.0)}, {"answer"}),
-        ({}, {"chunks": (1000.0,) * 8}, {"answer"}),
-        ({}, {"chunks": (1000.0,) * 7 + (1001.0,)}, {"answer"}),
-        ({}, {"chunks": (1000.0,) * 7 + (1001.1,)}, set()),
-        ({}, {"chunks": (998.9,) + (1000.0,) * 7}, set()),
-        ({}, {"chunks": (1000.0,) * 7}, set()),
-        ({"prompt_ms": "12", "predicted_ms": float("nan")}, {}, set()),
-        ({"prompt_ms": 1000.0}, {"chunks": (1200.0, 2000.0), "first": 1000.0}, {"reasoning"}),
-    ],
-)
-def test_a_gap_to_the_servers_clock_is_noted_above_50_ms_and_a_tenth(
-    monkeypatch, timings, times, notes
-):
-    assert looked_back(monkeypatch, timings, **times) == notes
+def test_a_fragment_and_the_end_have_the_time_at_which_they_were_read(lab, monkeypatch):
+    """The server sends each line when the one before has been read."""
+    gate = threading.Semaphore(0)
+    wait = [lambda wire, events: gate.acquire()]
+    tokens = [piece for text in ("One.", " Two", ".") for piece in (*wait, text)]
+    pieces = [*tokens, faults.finish("stop"), *wait, faults.DONE]
+    monkeypatch.setenv("VOICE_LLM_URL", lab.serve(fault=faults.stream(*pieces)).url)
+    with sse.Answer(HI) as answer:
+        reader, read = iter(answer), []
+        for _ in range(3):
+            before = sse.clock()
+            gate.release()
+            read.append((before, next(reader)["t_ms"], sse.clock()))
+        before = sse.clock()
+        gate.release()
+        assert next(reader, None) is None
+        read.append((before, answer.total_ms, sse.clock()))
+    for before, ms, after in read:
+        assert ms == round(ms, 3)
+        assert before - 1e-6 <= answer.start + ms / 1000 <= after + 1e-6
 
 
 @pytest.mark.parametrize("fault", [None, "buffered"])
-def test_an_answer_can_be_stopped_by_whoever_iterates_and_what_is_in_the_buffer_does_not_count(
-    lab, monkeypatch, fault
-):
-    fake = lab.serve(token_ms=10, fault=fault)
+def test_whoever_iterates_can_stop_an_answer_and_no_buffer_counts(lab, monkeypatch, fault):
+    fake = lab.serve(token_ms=20, fault=fault)
     monkeypatch.setenv("VOICE_LLM_URL", fake.url)
     texts = []
-    with sse.Answer(
-        [{"role": "user", "content": "List the numbers from 1 to 300, separated by commas."}]
-    ) as answer:
+    with sse.Answer([{"role": "user", "content": COUNTING}]) as answer:
         for chunk in answer:
             texts.append(chunk["text"])
             if len(texts) == 3:
+                before = sse.clock()
                 answer.close()
+                after = sse.clock()
     assert "".join(texts) == "1, 2"
-    assert answer.total_ms is None
-    assert answer.finish_reason is None
+    assert (answer.received, answer.total_ms, answer.finish_reason) == (3, None, None)
+    assert before - 1e-6 <= answer.start + answer.closed_at_ms / 1000 <= after + 1e-6
     assert fault or eventually(lambda: len(fake.closed_ms) == 1)
 
 
-# ---------------------------------------------------------------------------- what it costs
-
-
-def costs(*runs, rounds):
-    """The least processor time a fragment of each of `runs`, (reader, count), of several rounds in turn."""
+def test_the_readers_that_bench_lag_compares_read_the_same():
+    """How fast they are is no test: it depends on the machine, see bench_lag.py."""
     with bench_lag.server() as port:
-        return [
-            min(times)
-            for times in zip(
-                *([bench_lag.cpu_us(read, port, n) for read, n in runs] for _ in range(rounds))
-            )
-        ]
-
-
-def test_a_long_stream_costs_no_more_a_fragment_than_a_short_one():
-    short, long = costs((bench_lag.read_sse, 300), (bench_lag.read_sse, 3000), rounds=3)
-    assert long < 2 * short
-
-
-def test_a_fragment_costs_less_than_two_and_a_half_times_a_bare_socket_loop():
-    bare, ours = costs((bench_lag.read_bare_socket, 500), (bench_lag.read_sse, 500), rounds=8)
-    assert ours < 2.5 * bare
+        read = [bench_lag.read_sse, bench_lag.read_bare_socket]
+        ours, bare = ([text for _, text in reader(port, "burst", 20)] for reader in read)
+    assert ours == bare == [" patient"] * 20
