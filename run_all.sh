@@ -77,11 +77,11 @@ wait_for python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/nul
 if [ -n "$repeat" ]; then set -- "$out/1" "$out"/*.json*; fi
 if [ -n "$old" ]; then set -- "$out/old" "$out/new"; fi
 for path; do [ ! -e "$path" ] || stop "$path is there already: set another VOICE_LLM_OUT"; done
-health='import sys; sys.path[0] = sys.argv[1]
+up='import sys; sys.path[0] = sys.argv[1]
 import sse
 began, now = (float(text.replace(",", ".")) for text in sys.argv[2:]) # a comma in some locales
 sys.exit(now - began >= sse.timeout() or sse.get("/health", 5) is None)'
-if [ -z "$fake" ] && ! VOICE_LLM_TIMEOUT=2 wait_for python3 -c "$health" "$here" 0 0 2>/dev/null; then
+if [ -z "$fake" ] && ! VOICE_LLM_TIMEOUT=2 wait_for python3 -c "$up" "$here" 0 0 2>/dev/null; then
   if command -v voice-llm >/dev/null; then starts=voice-llm; else starts=you; fi
 fi
 two_ways() {
@@ -120,7 +120,7 @@ step() { # number, what it is, the name of its file, script and options
   if [ -z "$over" ]; then
     heading "$1" "$2"
     attempt python3 "$here/$4" "${@:5}" && return
-    wait_for python3 -c "$health" "$here" "$began" "${EPOCHREALTIME:-$SECONDS}" 2>/dev/null ||
+    wait_for python3 -c "$up" "$here" "$began" "${EPOCHREALTIME:-$SECONDS}" 2>/dev/null ||
       { over=yes; echo "run_all.sh: $why: the steps after it are left out" >&2; }
   fi
   without=$without,$3 missing="$missing, step $1 ($2): ${*:4}"
