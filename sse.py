@@ -42,7 +42,7 @@ SETTINGS = {  # name: (default, what it is)
     "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for an answer or a slot"),
 }
 SIMULATED = "simulated: a fake server without a model"  # its model_path
-MAX_BYTES = 8 * 2**20  # no llama-server sends a longer line
+MAX_BYTES = 8 * 2**20  # of a line: none is longer
 HTTP_ERRORS = (OSError, ValueError, OverflowError, http.client.HTTPException)
 CHAT, DONE = "/v1/chat/completions", b"[DONE]"
 LOG, IS_IT = "look at the server's log", "is it a llama-server?"
@@ -122,10 +122,11 @@ def read_text(path, what_to_do):
             raise OSError("not a file")
         with open(path, encoding="utf-8-sig") as file:
             return file.read().strip()
+    except UnicodeDecodeError as error:
+        why = f"not UTF-8, byte {error.start}"
     except (OSError, ValueError) as error:
-        not_utf8 = isinstance(error, UnicodeDecodeError)
-        why = f"not UTF-8, byte {error.start}" if not_utf8 else reason(error)
-        raise Failure(f"can't read {path} ({why}): {what_to_do}") from None
+        why = reason(error)
+    raise Failure(f"can't read {path} ({why}): {what_to_do}")
 
 
 def system_prompt(default):
@@ -273,9 +274,9 @@ def events(lines):
     """Yield (time, type, data as bytes) for each event in `lines`, pairs of (time, line as bytes).
 
     The rules: https://html.spec.whatwg.org/multipage/server-sent-events.html; the time is that of
-    the last data line. Four things differ: `[DONE]` ends the stream, without a blank line. An
-    `error:` line or bare JSON, of servers that break down, is an event of type "error". One of
-    white space, a heartbeat, is dropped. A lone CR ends no line.
+    the last data line. Four things differ: `[DONE]` ends the stream. An `error:` line or bare JSON,
+    of servers that break down, is of type "error". White space, a heartbeat, is no event. A lone
+    CR ends no line.
     """
     event_type, data, at, bom = b"message", [], None, b"\xef\xbb\xbf"
     for now, line in lines:
@@ -362,7 +363,7 @@ class Answer(Request):
             if len(line) == MAX_BYTES:
                 line, self.cause = b"", f"a line of more than {MAX_BYTES} bytes"
             if not line or (self.closed_at_ms is not None and self._ms(now) >= self.closed_at_ms):
-                return  # what was still in the buffer was not received before the close
+                return  # what is still in the buffer was not received before
             if self.raw_out is not None:
                 self.raw_out.write(line)
             yield now, line
@@ -375,7 +376,7 @@ class Answer(Request):
             did = did or f"answered with {media_type}, not an event stream"
         if did:
             data = b""
-            self._socket.settimeout(1)  # the first part will do: the rest may never come
+            self._socket.settimeout(1)  # the rest may never come
             with contextlib.suppress(*HTTP_ERRORS):
                 data = self.response.read1(65536)
             raise Failure(refusal(CHAT, did, data, status))
@@ -447,8 +448,8 @@ class Answer(Request):
 
 
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None, **fields):
-    """Send `messages`, read the answer → (chunks, total_ms, timings), see Answer; chunks: its
-    fragments, a list. raw_out: a path, written at the end, or an open file."""
+    """Send `messages`, read the answer → ([fragment, …], total_ms, timings), see Answer. raw_out: a
+    path, written at the end, or an open file."""
     path = raw_out if isinstance(raw_out, (str, os.PathLike)) else None
     file = io.BytesIO() if path else getattr(raw_out, "buffer", raw_out)  # of text, its bytes
     with Answer(messages, max_tokens, cache_prompt, file, **fields) as answer:
@@ -570,8 +571,8 @@ def wait_idle(required=False):
     while any(state["is_processing"] for state in slots(required)):
         waited = clock() - begin
         if waited > limit:
-            hint = "stop the other request, or restart the server"
-            raise Failure(f"the slot is still busy after {limit:g} s: {hint}")
+            busy = f"the slot is still busy after {limit:g} s"
+            raise Failure(f"{busy}: stop the other request, or restart the server")
         if waited > 0.5 and not told:
             told = True
             say("the server's slot is busy: waiting until it is idle")
@@ -690,14 +691,14 @@ def to_json(value, indent=None):
 
 
 def printable(text):
-    """`text` with what could steer a terminal (escapes, line ends, bidi marks) as \\x1b, \\n …"""
+    """`text` with what could steer a terminal, an escape or a line end, as \\x1b, \\n …"""
     with contextlib.suppress(UnicodeEncodeError):  # a path in an ASCII locale
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(text, end="\n"):
-    """Tell on stderr what is going on, whether or not somebody reads it."""
+    """Tell on stderr what is going on, if it can be told."""
     say.open = end != "\n"
     try:
         if sys.stderr:
@@ -728,8 +729,8 @@ def parser(doc):
 
 
 def run(main):
-    """Run a script's `main`, and print the notes. A Failure is one line on stderr and exit status
-    1; Ctrl-C and SIGTERM are 130 and 143."""
+    """Run a script's `main`, and print the notes. A Failure is one line on stderr and status 1;
+    Ctrl-C and SIGTERM are 130 and 143."""
 
     def on_signals(handler):
         for signum in signal.SIGINT, signal.SIGTERM:
@@ -762,7 +763,7 @@ def run(main):
         status = ending.code
         if status in (0, 2):  # argparse's, for --help and a wrong option
             raise
-    os._exit(status)  # Python's own end would print again, or wait for a stalled terminal
+    os._exit(status)  # Python's own end might wait for a stalled terminal
 
 
 # ---- steps 1 and 2
@@ -777,7 +778,7 @@ def step_1():
 
 def step_2():
     """Ask one question, show the answer, save all that came."""
-    import concurrent.futures  # here, since every other script would start 10 ms later
+    import concurrent.futures  # here: it takes 10 ms
 
     messages = chat(system_prompt(SYSTEM), questions(QUESTION)[0])
     prepare()
