@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
 """Step 2: read a streaming answer by hand, line by line, and keep every line.
 
-  python3 sse.py            asks one question, shows the answer, and writes
-                            sse_raw.txt   every line just as it was received
-                            chunks.jsonl  {"t_ms", "text"} for each fragment
-                            request.json  the request as it was sent
-                            sse.py        this file, unless one is there
-  python3 sse.py --server   step 1: waits until the server is ready, writes
-                            health.json   what /health answered
-                            props.json    what /props answered
-
-Every measure_*.py builds on this module.
+python3 sse.py            asks one question, shows the answer, and writes
+                          sse_raw.txt   every line just as it was received
+                          chunks.jsonl  {"t_ms", "text"} for each fragment
+                          request.json  the request as it was sent
+                          sse.py        this file, unless one is there
+python3 sse.py --server   step 1: waits until the server is ready, writes
+                          health.json   what /health answered
+                          props.json    what /props answered
 """
 
 import argparse
@@ -32,9 +30,9 @@ if sys.version_info < (3, 9):  # noqa: UP036
 
 SYSTEM = "You are a clinic phone assistant. Answer in one short sentence."
 QUESTION = "What should a new patient bring?"
-SETTINGS = {  # name: (default, what it is)
+SETTINGS = {  # name: (default, meaning)
     "VOICE_LLM_URL": ("http://127.0.0.1:8080", "the llama-server"),
-    "VOICE_LLM_API_KEY": ("", "the key that the server asks for, if it does"),
+    "VOICE_LLM_API_KEY": ("", "the server's key, if it asks for one"),
     "VOICE_LLM_OUT": ("/root/voice/llm", "the folder of the results; made if missing"),
     "VOICE_LLM_KB": ("/opt/lab/fixtures/voice/kb", "the documents: *.md, UTF-8; none: do without"),
     "VOICE_LLM_SYSTEM": ("", "a text file: your system prompt, not the lab's"),
@@ -144,7 +142,7 @@ def check_settings():
 
 
 # ---- one request
-ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the first row that fits
+ADVICE = (  # HTTP statuses; what the error says; what to do: the first that fits
     ((), "context size", "shorten the prompt, or start llama-server with a larger -c, or -np 1"),
     ((), "model name is missing", "this llama-server is a router: start it with a model (-m)"),
     ((301, 302, 303, 307, 308), "", f"this is a redirect: {ITSELF}"),
@@ -192,7 +190,7 @@ def reason(error):
 
 
 class Request:
-    """One request on a connection of its own, with one deadline for all of it. Use it in a `with`.
+    """One request on a connection of its own, with one deadline for all of it.
 
     start is the clock() just before it was sent, response http.client's after open(), closed_at_ms
     the time of close(), late whether the deadline closed it, cause why the connection ended.
@@ -607,7 +605,7 @@ def check_same_server():
         for key, value in old.items():
             if value != new.get(key, value):
                 here, there = f"{url_of('')} has {key} {new[key]}", f"{result_path()} {value}"
-                hint = "set another VOICE_LLM_OUT, or do all steps again (run_all.sh)"
+                hint = "set another VOICE_LLM_OUT, or run all steps (run_all.sh)"
                 raise Failure(f"{here}, but the results in {there}: {hint}")
 
 
@@ -646,7 +644,7 @@ def wait_ready():
 
 # ---- files and terminal
 def result_path(name=""):
-    """The path of `name` in the folder of the results."""
+    """The path of the result `name`, or of their folder."""
     return os.path.join(setting("VOICE_LLM_OUT"), name)
 
 
