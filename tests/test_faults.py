@@ -157,8 +157,7 @@ def refuse_and_read_on(connection):
 
 
 def read_nothing(connection):
-    """Nothing is read until the client has left: there is room for it only in buffers."""
-    threading.Event().wait()
+    threading.Event().wait()  # for ever
 
 
 def hang_up_at_once(connection):
