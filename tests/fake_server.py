@@ -356,7 +356,11 @@ class Wire(http.server.BaseHTTPRequestHandler):
         self.closed_ms, self.cancel_logged = None, False
         fake = self.server.fake
         fake.keys.append(self.headers.get("Authorization"))
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has left in the middle of its request
+            self.close_connection = True
+            return
         if self.locked():
             return
         if self.path != faults.CHAT:
