@@ -343,7 +343,7 @@ class Answer(Request):
                     yield {"t_ms": self._ms(at), "text": text}
         if self.total_ms is None and self.closed_at_ms is not None:
             if self.cut_after is not None or not self.late:
-                return  # closed on purpose
+                    return
         if why := self._cut_short() or self._warm():
             raise self._failure(why)
 
@@ -766,7 +766,7 @@ def run(main):
 
 # ---- steps 1 and 2
 def step_1():
-    """Wait for the server, and save what it says of itself."""
+    """Save what the server says of itself."""
     prepare(new_server=True)
     health, props = wait_ready()
     check_not_mixed(props)
