@@ -215,7 +215,7 @@ class Request:
             self._connection.request(method, prefix + path, body, fields)
         except HTTP_ERRORS as error:
             self.cause = reason(error)  # an early answer (413, say) may still be there
-        # A socket timeout starts again with every byte: a comment now and then would defeat it.
+        # A socket timeout starts again with every byte: a comment now and then defeats it.
         self._socket.settimeout(None)
         self._timer = threading.Timer(self.start + seconds - clock(), self._expire)
         self._timer.daemon = True
@@ -304,9 +304,9 @@ class Answer(Request):
     Iterating yields fragments as they arrive, {"t_ms": float, "text": str}: one for each event
     with content; a role alone and a comment are none. It ends after a whole answer (`[DONE]`, and
     before it a finish_reason of stop or length, or llama-server's final timings), after close(), or
-    after `cut_after` seconds. All else raises Failure: an error, an answer cut short or without
-    content, a prompt out of a cache though `cache_prompt` is False. `raw_out`, a binary file, gets
-    every line; the request, all other `fields`.
+    after `cut_after` seconds. All else raises Failure: an error, an answer cut short or empty, a
+    prompt out of a cache though `cache_prompt` is False. `raw_out`, a binary file, gets every line;
+    the request, all other `fields`.
 
     body            the request as it was sent, bytes
     accepted_ms     of the headers: llama-server begins with the prompt
@@ -341,9 +341,9 @@ class Answer(Request):
                 if text := self._content(at, event_type, data):
                     self.received += 1
                     yield {"t_ms": self._ms(at), "text": text}
-        if self.total_ms is None and self.closed_at_ms is not None:
-            if self.cut_after is not None or not self.late:
-                    return
+        closed = self.total_ms is None and self.closed_at_ms is not None
+        if closed and (self.cut_after is not None or not self.late):
+            return  # on purpose
         if why := self._cut_short() or self._warm():
             raise self._failure(why)
 
@@ -385,10 +385,13 @@ class Answer(Request):
 
     def _content(self, at, event_type, data):
         """The content of an event, or ""; what else it tells is kept."""
-        if event_type not in (b"message", b"error") and b'"choices"' not in data:
+        got = plural(self.received, "fragment")
+        if event_type == b"error":
+            raise Failure(refusal(CHAT, f"reported an error after {got}", data))
+        if event_type != b"message" and b'"choices"' not in data:
             return ""  # a ping, say
         try:
-            event = {"error": True} if event_type == b"error" else json.loads(data.decode())
+            event = json.loads(data.decode("utf-8", "replace"))
             choice = (event.get("choices") or [{}])[0]
             delta = choice.get("delta") or {}
             content, timings = delta.get("content") or "", event.get("timings")
@@ -399,12 +402,10 @@ class Answer(Request):
             why = f"an event is not JSON as the API has it: {error_text(data)}"
             raise self._failure(f"{why}: {IS_IT}") from None
         if event.get("error") or not event.keys() & {"choices", "timings", "usage"}:
-            got = plural(self.received, "fragment")
             raise Failure(refusal(CHAT, f"reported an error after {got}", data))
         if content or thought:
             self._final_timings = False
-            if self.first_token_ms is None:
-                self.first_token_ms = self._ms(at)
+            self.first_token_ms = self.first_token_ms or self._ms(at)
         if isinstance(timings, dict):  # they may be on every event: the last ones count
             self.timings, self._final_timings = timings, not (content or thought)
         self.finish_reason = self.finish_reason or choice.get("finish_reason")
@@ -627,7 +628,7 @@ def wait_ready():
             if status != 503 or b"loading" not in body.lower():
                 break
             longest, why = limit, Failure(f"still loading its model after {limit:g} s: {LOG}")
-        except Failure as failure:  # one that was just started does not listen yet
+        except Failure as failure:  # just started, it does not listen yet
             longest, why = min(limit, 4), failure
         if clock() - begin > longest:
             raise why
@@ -649,7 +650,7 @@ def result_path(name=""):
 
 
 def prepare(new_server=False):
-    """Check settings, folder and server, better now than after the measurement."""
+    """Check settings, folder and server before the measurement."""
     check_settings()
     try:
         os.makedirs(result_path(), exist_ok=True)
@@ -755,7 +756,7 @@ def run(main):
         say(f"{script}: {failure}"[:1000])
     except BrokenPipeError:
         pass  # `| head` has what it wants
-    except OSError as error:  # only printing is left to raise this
+    except OSError as error:  # of printing
         say(f"{script}: can't print the result ({reason(error)}): look at where stdout goes")
     except SystemExit as ending:
         status = ending.code

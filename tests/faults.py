@@ -482,6 +482,9 @@ chat("long_line", "one line of 3 MB", answering("Long. ", "x" * 3_000_000),
 chat("long_answer", "thirty fragments of 8 kB, and after [DONE] the connection stays open",
      stream(first(1), *["x" * 8000, pause(0.01)] * 30, NO_TOKENS, DONE, SILENCE),
      noted("no sentence ended"))
+chat("bad_utf_8", "a byte that is not UTF-8 inside the content",
+     stream(first(1), b'data: {"choices": [{"delta": {"content": "\xff. Bye."}}]}\n\n', NO_TOKENS,
+            DONE), tested_in("test_streams.py"))
 chat("half_surrogates", "a character cut in two halves of a surrogate pair, one an event",
      answering("Fine \ud83d", "\ude00. Bye."), tested_in("test_streams.py"))
 chat("terminal_codes",
