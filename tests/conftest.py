@@ -119,7 +119,8 @@ class Lab:
         """What must hold of a run that failed. `before`: the files before it."""
         assert process.returncode == 1, process.err
         assert "Traceback" not in process.err
-        begin = f"{os.path.basename(process.script)}: "
+        script = process.script if process.script.endswith(".py") else process.args[1]
+        begin = f"{os.path.basename(script)}: "
         lines = [line for line in process.err.splitlines() if line.startswith(begin)]
         assert len(lines) == 1, process.err
         assert process.err.splitlines()[-1] == lines[0]
