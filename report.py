@@ -37,7 +37,7 @@ import time
 from collections import namedtuple
 
 import sse
-from measure_cache import NEARLY_ALL
+from measure_cache import NEARLY_ALL, TURNS
 from measure_cancel import CUT
 from measure_prefill import COUNTS
 from measure_ttft import RUNS
@@ -47,7 +47,6 @@ PAST_THE_LAB = ("call", "cancel_prefill")
 SCRIPTS = {name: f"measure_{name}.py" for name in LAB}  # what makes which file
 SCRIPTS.update(call="measure_cache.py --call", cancel_prefill="measure_cancel.py --during-prefill")
 SCRIPTS.update(props="sse.py --server", request="sse.py")
-TURNS = 6  # of each call
 ENOUGH = 200  # tokens of a call's first turn: fewer cost too little to tell a hit from a miss
 FLOOR_MS = 100  # the notice of a hang-up and a look at /slots may take as much on any server
 
@@ -68,9 +67,9 @@ CALL_TURNS = " ".join(f"{call}.{turn}" for call in CALLS.split() for turn in ran
 CACHES = "cache.first cache.second cache.changed_suffix cache.changed_prefix"
 SHAPES = (  # what must be in the files: where, its keys, what each of them is
     ("ttft", "ttft_p50 total_p50", NUMBER),
-    ("ttft.runs", "rows", one_of(RUNS)),
+    ("ttft.runs", "length", one_of(RUNS)),
     (" ".join(f"ttft.runs.{run}" for run in range(RUNS)), "ttft_ms total_ms tokens", NUMBER),
-    ("prefill", "rows", one_of(1, len(COUNTS))),
+    ("prefill", "length", one_of(1, len(COUNTS))),
     *((f"prefill.{row}", "docs", one_of(docs)) for row, docs in enumerate(COUNTS)),
     ("prefill.0 prefill.1 prefill.2", "prompt_n prompt_ms ttft_ms", NUMBER),
     (CACHES, "prompt_n ttft_ms", NUMBER),
@@ -78,7 +77,7 @@ SHAPES = (  # what must be in the files: where, its keys, what each of them is
     ("sentence", "first_sentence text", TEXT),
     ("cancel", "max_tokens received_tokens closed_at_ms slot_idle_after_ms", NUMBER),
     ("call", "interrupted", one_of(3, None)),
-    (CALLS, "rows", one_of(TURNS)),
+    (CALLS, "length", one_of(TURNS)),
     (CALL_TURNS, "turn prompt_n ttft_ms", NUMBER),
     (CALL_TURNS, "cache_n first_sentence_ms", MAYBE),
     ("cancel_prefill", "docs closed_at_ms next_ttft_ms next_prompt_ms", NUMBER),
@@ -91,7 +90,7 @@ def flat(value, way):
     """Everything in `value` by the way that leads to it: {"cache": {…}, "cache.second": {…}, …}."""
     found = {way: value}
     if isinstance(value, list):
-        value = {**dict(enumerate(value)), "rows": len(value)}
+        value = {**dict(enumerate(value)), "length": len(value)}
     for key, item in value.items() if isinstance(value, dict) else ():
         found.update(flat(item, f"{way}.{key}"))
     return found
@@ -122,9 +121,7 @@ def load_run(folder, without):
     for name in PAST_THE_LAB:
         if times.get(name, oldest) < oldest - 1:
             del times[name]  # of an earlier run: this one has not measured it
-    figures = {}
-    for name in times:
-        figures.update(read(paths[name], name))
+    figures = {way: it for name in times for way, it in read(paths[name], name).items()}
     derive(figures)
     return Run(folder, figures, [times[name] for name in LAB + PAST_THE_LAB if name in times])
 
@@ -201,10 +198,10 @@ def identity(props):
     props = props if isinstance(props, dict) else {}
     told = {key: f"{key} {value}" for key, value in sse.server_of(props).items()}
     names = (os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias"))
-    model, *alias = [*filter(None, dict.fromkeys(names)), ""]
-    if model == sse.SIMULATED:  # once is enough
-        return {**told, "model": model, "build": ""}
-    return {**told, "model": f"{model} ({alias[0]})" if alias and alias[0] else model}
+    model, alias, *_ = [*filter(None, dict.fromkeys(names)), "", ""]
+    once = {"model": model, "build": ""}  # it is simulated, and says so in every key
+    model += f" ({alias})" if alias else ""
+    return {**told, **(once if sse.SIMULATED in once.values() else {"model": model})}
 
 
 def derive(f):
@@ -250,15 +247,13 @@ def derive(f):
         rest_ms = (f["cancel.max_tokens"] - received) * f["cancel.closed_at_ms"] / max(received, 1)
         f["cancel.received"] = sse.plural(received, "fragment")
         f["cancel.half_ms"] = max(FLOOR_MS, 0.5 * rest_ms)
-        f["cancel.idle_ms"] = f["cancel.slot_idle_after_ms"]
 
 
 def unsteady(f):
     """The ways in the look-up of a single run to what one more measurement may change."""
     times = {"ttft.ttft_p50": f.get("ttft.firsts"), "ttft.total_p50": f.get("ttft.totals")}
     ways = {way for way, spent in times.items() if spent and spent[-1] > 2 * spent[0]}
-    # Cold prompts of one run should cost the same for each token; each was measured only once. One
-    # that is much longer may cost more: attention grows with the length.
+    # Cold prompts of about the same length should cost the same a token; each was measured once.
     cold = [at for at in ("prefill.2", "cache.first", "cache.changed_prefix") if at in f]
     for pair in itertools.combinations(cold, 2):
         tokens, costs = ([f[f"{at}.{key}"] for at in pair] for key in ("prompt_n", "cost"))
@@ -298,8 +293,7 @@ def figures(runs):
 # ---- what must hold
 REUSES = "the model (sliding window, recurrent memory: --swa-full helps some) or a flag of "
 REUSES += "llama-server (--no-cache-prompt)"
-RELAY = "the server may have gone on to the end, as behind a relay that swallows a hang-up: "
-RELAY += "set VOICE_LLM_URL to llama-server itself"
+RELAY = f"the server may have gone on, as behind a relay that swallows a hang-up: {sse.ITSELF}"
 KEPT = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
 # What a failure may come from: two figures that relate so where it does, and the words for it.
 NO_DOCS = "prefill 0 <= 0", "the documents add no tokens: look into VOICE_LLM_KB"
@@ -329,7 +323,7 @@ CHECKS = (  # a sentence; a file, and how two of its figures relate; what a fail
     ("fragments came before the close", "cancel 0 < received_tokens"),
     ("the close came before the last token", "cancel received_tokens < max_tokens"),
     (f"closed at {CUT * 1000:.0f} ms or later", f"cancel {CUT * 1000:.0f} <= closed_at_ms"),
-    ("the slot was idle before half of the rest was due", "cancel idle_ms < half_ms", WENT_ON),
+    ("idle before half of the rest was due", "cancel slot_idle_after_ms < half_ms", WENT_ON),
     ("turns 2 to 6 compute less than turn 1", "call most.prompt_n < first.prompt_n", AGAIN),
     ("turns 2 to 6 have their first token sooner", "call most.ttft_ms < first.ttft_ms", AGAIN),
     ("turn 6: in system computes more than in message", "call in_message < in_system", AGAIN),
@@ -377,8 +371,8 @@ def failure(failed):
     causes = "; ".join(dict.fromkeys(cause for check in failed for cause in check.causes))
     scripts = " and ".join(dict.fromkeys(SCRIPTS[check.file] for check in failed))
     what = "1 check FAILS" if len(failed) == 1 else f"{len(failed)} checks FAIL"
-    then = f"{causes}. Then run {scripts} again, and report.py"
-    then = then if causes else f"run {scripts} again on an idle machine, then report.py"
+    idle = f"run {scripts} again on an idle machine, then report.py"
+    then = f"{causes}. Then run {scripts} again, and report.py" if causes else idle
     return f"{what}: {then}" if failed else ""
 
 
@@ -440,8 +434,7 @@ def worth(old, new):
         lines = [f"~ where the ranges overlap; by chance alone those of {many} lie apart {often}."]
     first, second = ([at for run in runs for at in run.times] for runs in (old, new))
     if max(first) < min(second) or max(second) < min(first):
-        lines.append("All runs of the one were made before all of the other: that the machine got")
-        lines[-1] += " slower or faster in between is not excluded."
+        lines.append("One side came first: a machine that got slower or faster is not excluded.")
     return lines
 
 
@@ -531,8 +524,7 @@ def arguments():
 
 def main():
     options, folder = arguments(), sse.setting("VOICE_LLM_OUT")
-    against = options.against
-    if against is not None and not os.path.isdir(against):
+    if (against := options.against) is not None and not os.path.isdir(against):
         raise sse.Failure(f"there is no folder {against!r} to compare with")
     if against and os.path.realpath(against) == os.path.realpath(folder):
         raise sse.Failure("--against names the folder of VOICE_LLM_OUT itself: give it another")

@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
 """Step 2: read a streaming answer by hand, line by line, and keep every line.
 
-  python3 sse.py            asks one question, shows the answer, and writes
-                            sse_raw.txt   every line just as it was received
-                            chunks.jsonl  {"t_ms", "text"} for each fragment
-                            request.json  the request as it was sent
-                            sse.py        this file, unless one is there
-  python3 sse.py --server   step 1: waits until the server is ready, writes
-                            health.json   what /health answered
-                            props.json    what /props answered
-
-Every measure_*.py builds on this module.
+python3 sse.py            asks one question, shows the answer, and writes
+                          sse_raw.txt   every line just as it was received
+                          chunks.jsonl  {"t_ms", "text"} for each fragment
+                          request.json  the request as it was sent
+                          sse.py        this file, unless one is there
+python3 sse.py --server   step 1: waits until the server is ready, writes
+                          health.json   what /health answered
+                          props.json    what /props answered
 """
 
 import argparse
@@ -32,9 +30,9 @@ if sys.version_info < (3, 9):  # noqa: UP036
 
 SYSTEM = "You are a clinic phone assistant. Answer in one short sentence."
 QUESTION = "What should a new patient bring?"
-SETTINGS = {  # name: (default, what it is)
+SETTINGS = {  # name: (default, meaning)
     "VOICE_LLM_URL": ("http://127.0.0.1:8080", "the llama-server"),
-    "VOICE_LLM_API_KEY": ("", "the key that the server asks for, if it does"),
+    "VOICE_LLM_API_KEY": ("", "the server's key, if it asks for one"),
     "VOICE_LLM_OUT": ("/root/voice/llm", "the folder of the results; made if missing"),
     "VOICE_LLM_KB": ("/opt/lab/fixtures/voice/kb", "the documents: *.md, UTF-8; none: do without"),
     "VOICE_LLM_SYSTEM": ("", "a text file: your system prompt, not the lab's"),
@@ -42,7 +40,7 @@ SETTINGS = {  # name: (default, what it is)
     "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for an answer or a slot"),
 }
 SIMULATED = "simulated: a fake server without a model"  # its model_path
-MAX_BYTES = 8 * 2**20  # no llama-server sends a longer line
+MAX_BYTES = 8 * 2**20  # of a line: none is longer
 HTTP_ERRORS = (OSError, ValueError, OverflowError, http.client.HTTPException)
 CHAT, DONE = "/v1/chat/completions", b"[DONE]"
 LOG, IS_IT = "look at the server's log", "is it a llama-server?"
@@ -122,10 +120,11 @@ def read_text(path, what_to_do):
             raise OSError("not a file")
         with open(path, encoding="utf-8-sig") as file:
             return file.read().strip()
+    except UnicodeDecodeError as error:
+        why = f"not UTF-8, byte {error.start}"
     except (OSError, ValueError) as error:
-        not_utf8 = isinstance(error, UnicodeDecodeError)
-        why = f"not UTF-8, byte {error.start}" if not_utf8 else reason(error)
-        raise Failure(f"can't read {path} ({why}): {what_to_do}") from None
+        why = reason(error)
+    raise Failure(f"can't read {path} ({why}): {what_to_do}")
 
 
 def system_prompt(default):
@@ -143,7 +142,7 @@ def check_settings():
 
 
 # ---- one request
-ADVICE = (  # (HTTP statuses, or any; what the error says; what to do): the first row that fits
+ADVICE = (  # HTTP statuses; what the error says; what to do: the first that fits
     ((), "context size", "shorten the prompt, or start llama-server with a larger -c, or -np 1"),
     ((), "model name is missing", "this llama-server is a router: start it with a model (-m)"),
     ((301, 302, 303, 307, 308), "", f"this is a redirect: {ITSELF}"),
@@ -191,7 +190,7 @@ def reason(error):
 
 
 class Request:
-    """One request on a connection of its own, with one deadline for all of it. Use it in a `with`.
+    """One request on a connection of its own, with one deadline for all of it.
 
     start is the clock() just before it was sent, response http.client's after open(), closed_at_ms
     the time of close(), late whether the deadline closed it, cause why the connection ended.
@@ -216,7 +215,7 @@ class Request:
             self._connection.request(method, prefix + path, body, fields)
         except HTTP_ERRORS as error:
             self.cause = reason(error)  # an early answer (413, say) may still be there
-        # A socket timeout starts again with every byte: a comment now and then would defeat it.
+        # A socket timeout starts again with every byte: a comment now and then defeats it.
         self._socket.settimeout(None)
         self._timer = threading.Timer(self.start + seconds - clock(), self._expire)
         self._timer.daemon = True
@@ -273,9 +272,9 @@ def events(lines):
     """Yield (time, type, data as bytes) for each event in `lines`, pairs of (time, line as bytes).
 
     The rules: https://html.spec.whatwg.org/multipage/server-sent-events.html; the time is that of
-    the last data line. Four things differ: `[DONE]` ends the stream, without a blank line. An
-    `error:` line or bare JSON, of servers that break down, is an event of type "error". One of
-    white space, a heartbeat, is dropped. A lone CR ends no line.
+    the last data line. Four things differ: `[DONE]` ends the stream. An `error:` line or bare JSON,
+    of servers that break down, is of type "error". White space, a heartbeat, is no event. A lone
+    CR ends no line.
     """
     event_type, data, at, bom = b"message", [], None, b"\xef\xbb\xbf"
     for now, line in lines:
@@ -305,9 +304,9 @@ class Answer(Request):
     Iterating yields fragments as they arrive, {"t_ms": float, "text": str}: one for each event
     with content; a role alone and a comment are none. It ends after a whole answer (`[DONE]`, and
     before it a finish_reason of stop or length, or llama-server's final timings), after close(), or
-    after `cut_after` seconds. All else raises Failure: an error, an answer cut short or without
-    content, a prompt out of a cache though `cache_prompt` is False. `raw_out`, a binary file, gets
-    every line; the request, all other `fields`.
+    after `cut_after` seconds. All else raises Failure: an error, an answer cut short or empty, a
+    prompt out of a cache though `cache_prompt` is False. `raw_out`, a binary file, gets every line;
+    the request, all other `fields`.
 
     body            the request as it was sent, bytes
     accepted_ms     of the headers: llama-server begins with the prompt
@@ -342,9 +341,9 @@ class Answer(Request):
                 if text := self._content(at, event_type, data):
                     self.received += 1
                     yield {"t_ms": self._ms(at), "text": text}
-        if self.total_ms is None and self.closed_at_ms is not None:
-            if self.cut_after is not None or not self.late:
-                return  # closed on purpose
+        closed = self.total_ms is None and self.closed_at_ms is not None
+        if closed and (self.cut_after is not None or not self.late):
+            return  # on purpose
         if why := self._cut_short() or self._warm():
             raise self._failure(why)
 
@@ -362,7 +361,7 @@ class Answer(Request):
             if len(line) == MAX_BYTES:
                 line, self.cause = b"", f"a line of more than {MAX_BYTES} bytes"
             if not line or (self.closed_at_ms is not None and self._ms(now) >= self.closed_at_ms):
-                return  # what was still in the buffer was not received before the close
+                return  # what is still in the buffer was not received before
             if self.raw_out is not None:
                 self.raw_out.write(line)
             yield now, line
@@ -375,7 +374,7 @@ class Answer(Request):
             did = did or f"answered with {media_type}, not an event stream"
         if did:
             data = b""
-            self._socket.settimeout(1)  # the first part will do: the rest may never come
+            self._socket.settimeout(1)  # the rest may never come
             with contextlib.suppress(*HTTP_ERRORS):
                 data = self.response.read1(65536)
             raise Failure(refusal(CHAT, did, data, status))
@@ -386,10 +385,13 @@ class Answer(Request):
 
     def _content(self, at, event_type, data):
         """The content of an event, or ""; what else it tells is kept."""
-        if event_type not in (b"message", b"error") and b'"choices"' not in data:
+        got = plural(self.received, "fragment")
+        if event_type == b"error":
+            raise Failure(refusal(CHAT, f"reported an error after {got}", data))
+        if event_type != b"message" and b'"choices"' not in data:
             return ""  # a ping, say
         try:
-            event = {"error": True} if event_type == b"error" else json.loads(data.decode())
+            event = json.loads(data.decode("utf-8", "replace"))
             choice = (event.get("choices") or [{}])[0]
             delta = choice.get("delta") or {}
             content, timings = delta.get("content") or "", event.get("timings")
@@ -400,12 +402,10 @@ class Answer(Request):
             why = f"an event is not JSON as the API has it: {error_text(data)}"
             raise self._failure(f"{why}: {IS_IT}") from None
         if event.get("error") or not event.keys() & {"choices", "timings", "usage"}:
-            got = plural(self.received, "fragment")
             raise Failure(refusal(CHAT, f"reported an error after {got}", data))
         if content or thought:
             self._final_timings = False
-            if self.first_token_ms is None:
-                self.first_token_ms = self._ms(at)
+            self.first_token_ms = self.first_token_ms or self._ms(at)
         if isinstance(timings, dict):  # they may be on every event: the last ones count
             self.timings, self._final_timings = timings, not (content or thought)
         self.finish_reason = self.finish_reason or choice.get("finish_reason")
@@ -447,8 +447,8 @@ class Answer(Request):
 
 
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None, **fields):
-    """Send `messages`, read the answer → (chunks, total_ms, timings), see Answer; chunks: its
-    fragments, a list. raw_out: a path, written at the end, or an open file."""
+    """Send `messages`, read the answer → ([fragment, …], total_ms, timings), see Answer. raw_out: a
+    path, written at the end, or an open file."""
     path = raw_out if isinstance(raw_out, (str, os.PathLike)) else None
     file = io.BytesIO() if path else getattr(raw_out, "buffer", raw_out)  # of text, its bytes
     with Answer(messages, max_tokens, cache_prompt, file, **fields) as answer:
@@ -570,8 +570,8 @@ def wait_idle(required=False):
     while any(state["is_processing"] for state in slots(required)):
         waited = clock() - begin
         if waited > limit:
-            hint = "stop the other request, or restart the server"
-            raise Failure(f"the slot is still busy after {limit:g} s: {hint}")
+            busy = f"the slot is still busy after {limit:g} s"
+            raise Failure(f"{busy}: stop the other request, or restart the server")
         if waited > 0.5 and not told:
             told = True
             say("the server's slot is busy: waiting until it is idle")
@@ -606,7 +606,7 @@ def check_same_server():
         for key, value in old.items():
             if value != new.get(key, value):
                 here, there = f"{url_of('')} has {key} {new[key]}", f"{result_path()} {value}"
-                hint = "set another VOICE_LLM_OUT, or do all steps again (run_all.sh)"
+                hint = "set another VOICE_LLM_OUT, or run all steps (run_all.sh)"
                 raise Failure(f"{here}, but the results in {there}: {hint}")
 
 
@@ -628,7 +628,7 @@ def wait_ready():
             if status != 503 or b"loading" not in body.lower():
                 break
             longest, why = limit, Failure(f"still loading its model after {limit:g} s: {LOG}")
-        except Failure as failure:  # one that was just started does not listen yet
+        except Failure as failure:  # just started, it does not listen yet
             longest, why = min(limit, 4), failure
         if clock() - begin > longest:
             raise why
@@ -645,12 +645,12 @@ def wait_ready():
 
 # ---- files and terminal
 def result_path(name=""):
-    """The path of `name` in the folder of the results."""
+    """The path of the result `name`, or of their folder."""
     return os.path.join(setting("VOICE_LLM_OUT"), name)
 
 
 def prepare(new_server=False):
-    """Check settings, folder and server, better now than after the measurement."""
+    """Check settings, folder and server before the measurement."""
     check_settings()
     try:
         os.makedirs(result_path(), exist_ok=True)
@@ -690,14 +690,14 @@ def to_json(value, indent=None):
 
 
 def printable(text):
-    """`text` with what could steer a terminal (escapes, line ends, bidi marks) as \\x1b, \\n …"""
+    """`text` with what could steer a terminal, an escape or a line end, as \\x1b, \\n …"""
     with contextlib.suppress(UnicodeEncodeError):  # a path in an ASCII locale
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(text, end="\n"):
-    """Tell on stderr what is going on, whether or not somebody reads it."""
+    """Tell on stderr what is going on, if it can be told."""
     say.open = end != "\n"
     try:
         if sys.stderr:
@@ -728,8 +728,8 @@ def parser(doc):
 
 
 def run(main):
-    """Run a script's `main`, and print the notes. A Failure is one line on stderr and exit status
-    1; Ctrl-C and SIGTERM are 130 and 143."""
+    """Run a script's `main`, and print the notes. A Failure is one line on stderr and status 1;
+    Ctrl-C and SIGTERM are 130 and 143."""
 
     def on_signals(handler):
         for signum in signal.SIGINT, signal.SIGTERM:
@@ -756,18 +756,18 @@ def run(main):
         say(f"{script}: {failure}"[:1000])
     except BrokenPipeError:
         pass  # `| head` has what it wants
-    except OSError as error:  # only printing is left to raise this
+    except OSError as error:  # of printing
         say(f"{script}: can't print the result ({reason(error)}): look at where stdout goes")
     except SystemExit as ending:
         status = ending.code
         if status in (0, 2):  # argparse's, for --help and a wrong option
             raise
-    os._exit(status)  # Python's own end would print again, or wait for a stalled terminal
+    os._exit(status)  # Python's own end might wait for a stalled terminal
 
 
 # ---- steps 1 and 2
 def step_1():
-    """Wait for the server, and save what it says of itself."""
+    """Save what the server says of itself."""
     prepare(new_server=True)
     health, props = wait_ready()
     check_not_mixed(props)
@@ -777,7 +777,7 @@ def step_1():
 
 def step_2():
     """Ask one question, show the answer, save all that came."""
-    import concurrent.futures  # here, since every other script would start 10 ms later
+    import concurrent.futures  # here: it takes 10 ms
 
     messages = chat(system_prompt(SYSTEM), questions(QUESTION)[0])
     prepare()

@@ -35,9 +35,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import sse
 
 EVENT = (
-    b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":"%s"}}],"created":1795977378,"id":'
-    b'"chatcmpl-bseFQKY0P79t2fqTjwiIQq99gYHtVfyp","model":"bench","system_fingerprint":"b0","object":'
-    b'"chat.completion.chunk"}\n\n'
+    b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":"%s"}}],'
+    b'"created":1795977378,"id":"chatcmpl-bseFQKY0P79t2fqTjwiIQq99gYHtVfyp","model":"bench",'
+    b'"system_fingerprint":"b0","object":"chat.completion.chunk"}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
 PACE = 0.005  # seconds
@@ -56,7 +56,7 @@ def last(event):
 
 
 def serve():
-    """Answer requests for ever: max_tokens fragments; paced, or every 0.1 ms where the question is "burst"."""
+    """Answer requests for ever: max_tokens fragments, paced; for "burst", one every 0.1 ms."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     while True:
@@ -250,9 +250,8 @@ def main():
             for name, read in readers.items():
                 lags[name] += lag_us(read, port, 200)
                 cpus[name].append(cpu_us(read, port, 5_000))
-    print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    )
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    print(f"{machine}, Python {platform.python_version()}")
     print(f"{'reader':24} {'lag p50':>10} {'lag p99':>10} {'cpu':>10} {'ratio':>7}")
     bare = min(cpus["bare socket loop"])
     for name in readers:

@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from subprocess import DEVNULL, PIPE
 
 import pytest
+import start
 from fake_server import FakeServer
 
 TESTS = pathlib.Path(__file__).parent
@@ -28,6 +32,8 @@ STEPS = {
     "measure_sentence.py": "sentence.json",
     "measure_cancel.py": "cancel.json",
 }
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(start.IMPORTED)
 CUT, LATE = 1.0, 60.0  # seconds: step 7 in a test, which a busy machine must not hurry
 PATIENT = """
 import os, sys
@@ -57,7 +63,8 @@ class Lab:
     """
 
     def __init__(self, folder, pycache=None):
-        self.out, self.fake, self.cut, self.late = folder / "out", None, CUT, LATE
+        self.folder, self.out = folder, folder / "out"
+        self.fake, self.cut, self.late = None, CUT, LATE
         ours = ("VOICE_LLM_", "PYTHON")
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
@@ -80,12 +87,15 @@ class Lab:
             self.fake.__exit__()
             self.fake = None
 
+    def patience(self, script):
+        """The program in place of step 7, with its arguments."""
+        return (PATIENT, str(TOP / script), str(self.cut), str(self.late))
+
     def start(self, *command, **popen):
         """Start a script of the suite; its streams are pipes."""
         script, *rest = command
         if script == "measure_cancel.py":
-            patience = [str(TOP / script), str(self.cut), str(self.late)]
-            command = (sys.executable, "-c", PATIENT, *patience, *rest)
+            command = (sys.executable, "-c", *self.patience(script), *rest)
         elif script.endswith(".py"):
             command = (sys.executable, str(TOP / script), *rest)
         popen = {"stdout": PIPE, "stderr": PIPE, "stdin": DEVNULL, **popen}
@@ -96,10 +106,29 @@ class Lab:
     def run(self, *command, **popen):
         """Run a script to its end → the process, with .out, .err, .notes and .seconds."""
         begin = time.perf_counter()
-        return self.ended(self.start(*command, **popen), begin)
+        script, *rest = command
+        special = {"LC_ALL", "PYTHONIOENCODING", "PYTHONUTF8"} & {*self.env}
+        if popen or special or not script.endswith(".py"):
+            return self.ended(self.start(*command, **popen), begin)
+        out, err = (tempfile.mktemp(dir=self.folder) for _ in range(2))
+        program = ""
+        if script == "measure_cancel.py":
+            program, *patience = self.patience(script)
+            rest = [*patience, *rest]
+        arguments = (str(TOP / script), rest, self.env, out, err, program)
+        process = FORKS.Process(target=start.script, args=arguments)
+        process.start()
+        process.join(HANG)
+        assert process.exitcode is not None, f"{command} hangs"
+        found = types.SimpleNamespace(args=command, script=script, returncode=process.exitcode)
+        found.out, found.err = (pathlib.Path(path).read_text("utf-8") for path in (out, err))
+        return self.judged(found, begin)
 
     def ended(self, process, begin=0.0):
         process.out, process.err = process.communicate(timeout=HANG)
+        return self.judged(process, begin)
+
+    def judged(self, process, begin):
         process.seconds = time.perf_counter() - begin
         process.notes = notes(process.err or "")
         return process
@@ -119,7 +148,8 @@ class Lab:
         """What must hold of a run that failed. `before`: the files before it."""
         assert process.returncode == 1, process.err
         assert "Traceback" not in process.err
-        begin = f"{os.path.basename(process.script)}: "
+        script = process.script if process.script.endswith(".py") else process.args[1]
+        begin = f"{os.path.basename(script)}: "
         lines = [line for line in process.err.splitlines() if line.startswith(begin)]
         assert len(lines) == 1, process.err
         assert process.err.splitlines()[-1] == lines[0]

@@ -367,6 +367,11 @@ def at_speed(token_ms, of_2048):
     return answer
 
 
+def stall_in_turn_3(wire, events):
+    turn_3 = len(wire.request_body["messages"]) == 6
+    (stream(first(7), SILENCE) if turn_3 else right)(wire, events)
+
+
 def key_echoed(wire, events):
     wire.error(401, "authentication_error", f"wrong key: {wire.headers['Authorization']}")
 
@@ -477,6 +482,9 @@ chat("long_line", "one line of 3 MB", answering("Long. ", "x" * 3_000_000),
 chat("long_answer", "thirty fragments of 8 kB, and after [DONE] the connection stays open",
      stream(first(1), *["x" * 8000, pause(0.01)] * 30, NO_TOKENS, DONE, SILENCE),
      noted("no sentence ended"))
+chat("bad_utf_8", "a byte that is not UTF-8 inside the content",
+     stream(first(1), b'data: {"choices": [{"delta": {"content": "\xff. Bye."}}]}\n\n', NO_TOKENS,
+            DONE), tested_in("test_streams.py"))
 chat("half_surrogates", "a character cut in two halves of a surrogate pair, one an event",
      answering("Fine \ud83d", "\ude00. Bye."), tested_in("test_streams.py"))
 chat("terminal_codes",
@@ -521,6 +529,8 @@ chat("talkative", "170 fragments, whatever max_tokens says", answering(*["word "
 chat("overrun", "170 tokens by the server's count, whatever max_tokens says",
      with_timings(lambda t: {**t, "predicted_n": 170}),
      noted("the server ignored max_tokens: 170 tokens for 120"))
+chat("stall_in_turn_3", "six fragments of the third turn of a call, and then silence",
+     stall_in_turn_3, tested_in("test_call.py"))
 chat("forgets_answers", "the slot keeps the prompt, and not the answer", forgetful,
      tested_in("test_call.py"))
 chat("recomputes",

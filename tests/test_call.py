@@ -79,6 +79,12 @@ def test_turn_4_is_asked_at_once_behind_the_hang_up(one_call):
     chats = [n for n, path in enumerate(fake.paths) if path.startswith("/v1")]
     at_once = [chats.index(n) for n, after in zip(chats, chats[1:]) if after == n + 1]
     assert at_once == [3, 9, 15, 21]  # the third turn of each call, behind "hi"
+
+
+def test_the_interruption_closes_the_connection(lab):
+    fake = lab.serve(**QUICK, fault="stall_in_turn_3")
+    lab.run_ok(*CALL)
+    assert lab.read("call.json")["interrupted"] == 3
     assert len([line for line in fake.log_lines if "cancel task" in line]) == 4
 
 

@@ -1,6 +1,8 @@
 """Which server is measured, and what stands between: settings, keys, gateways, timers, folders."""
 
+import ast
 import json
+import re
 import signal
 import sys
 import time
@@ -214,3 +216,34 @@ def test_a_server_that_sends_256_tokens_at_once_is_asked_for_2048(lab):
     assert result["max_tokens"] == 2048
     assert 0 < result["received_tokens"] < 600
     assert "it had its 256 tokens before: once more, for 2048" in process.err
+
+
+# ---- the README's code
+
+
+def readme_code(name):
+    """The code that the README shows between <!-- name --> and <!-- end -->."""
+    text = (TOP / "README.md").read_text("utf-8")
+    return text.partition(f"<!-- {name} -->\n```python\n")[2].partition("```\n<!-- end -->")[0]
+
+
+def test_the_loop_of_the_readme_prints_every_fragment_with_its_time(lab):
+    fake = lab.serve()
+    port = fake.http.server_address[1]
+    code = readme_code("loop").replace("8080", str(port))
+    process = lab.run(sys.executable, "-c", code)
+    assert process.returncode == 0, process.err
+    times, texts = zip(*(line.split(" ms  ") for line in process.out.splitlines()))
+    assert "".join(map(ast.literal_eval, texts)) == "Hello, how can I help you today?"
+    assert list(map(float, times)) == sorted(map(float, times))
+
+
+def test_the_interruption_of_the_readme_runs(lab):
+    fake = lab.serve()
+    section = (TOP / "README.md").read_text("utf-8").partition("An interruption, and the turn")[2]
+    code = re.sub("(?m)^    ", "", section.partition("\n\n")[2].partition("\n\n")[0])
+    process = lab.run(sys.executable, "-c", code, cwd=TOP)
+    assert process.returncode == 0, process.err
+    first, second = fake.requests
+    assert first["min_p"] == 0.1
+    assert second["messages"][2]["content"] == "Hello, how can I"

@@ -157,8 +157,7 @@ def refuse_and_read_on(connection):
 
 
 def read_nothing(connection):
-    """Nothing is read until the client has left: there is room for it only in buffers."""
-    threading.Event().wait()
+    threading.Event().wait()  # for ever
 
 
 def hang_up_at_once(connection):
@@ -251,7 +250,7 @@ def test_a_url_may_have_a_path_or_a_slash_at_its_end(lab):
 
 
 @pytest.mark.parametrize("script", ALL)
-def test_an_output_folder_that_can_not_be_made_is_found_before_anything_is_asked(lab, script):
+def test_a_folder_that_can_not_be_made_is_found_before_anything_is_asked(lab, script):
     fake = lab.serve()
     lab.out.write_text("a file")
     lab.env["VOICE_LLM_OUT"] = str(lab.out / "folder")
@@ -260,7 +259,7 @@ def test_an_output_folder_that_can_not_be_made_is_found_before_anything_is_asked
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no file")
-def test_an_output_folder_that_can_not_be_written_into_is_found_before_anything_is_asked(lab):
+def test_a_folder_that_takes_no_file_is_found_before_anything_is_asked(lab):
     fake = lab.serve()
     lab.env["VOICE_LLM_OUT"] = "/proc"
     lab.failed(lab.run(TTFT), {}, ("can't write into /proc/ (", "VOICE_LLM_OUT"))

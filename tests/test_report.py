@@ -18,7 +18,7 @@ def row(keys, *values):
     return dict(zip(keys.split(), values))
 
 
-ANSWERS = [row("ttft_ms total_ms tokens", 90.0 + n, 300.0 + n, 31) for n in range(5)]
+ANSWERS = [row("ttft_ms total_ms tokens", 90.0 + n, 300.0 + n, 31) for n in (2, 0, 1, 3, 4)]
 PREFILL, ASKED = "docs prompt_n prompt_ms ttft_ms", "prompt_n ttft_ms"
 SENTENCE = "ttft_ms first_sentence_ms total_ms first_sentence text"
 CANCEL = "max_tokens received_tokens closed_at_ms slot_idle_after_ms"
@@ -57,7 +57,7 @@ CALL = {
     "clock_not_kept": turns(40, 92, 90, 47, 90, 90),
     "clock_in_system": turns(60, 89, 130, 178, 250, 312),
 }
-EARLY = row("docs closed_at_ms next_ttft_ms next_prompt_ms", 14, 103.0, 4892.0, 92.1)
+EARLY = row("docs closed_at_ms next_ttft_ms next_prompt_ms", 14, 103.0, 4892.0, 92.0)
 SERVER = "model_path default_generation_settings total_slots build_info"
 PROPS = row(SERVER, "/models/small-model.gguf", {"n_ctx": 4096}, 1, "b11434")
 SCRIPTS = {
@@ -143,9 +143,7 @@ def test_the_picture_shows_each_time_with_a_bar_and_its_words(lab, results):
     write(lab.out, results)
     lab.env["COLUMNS"] = "120"
     out = lab.run_ok("report.py").out
-    assert out.startswith(
-        "Where the time goes: small-model.gguf, context 4096, slots 1, build b11434\n"
-    )
+    assert out.startswith(f"Where the time goes: {SMALL}\n")
     assert picture(out) == {
         "first token": (92.0, "p50 of 5, 90.0 to 94.0"),
         "whole answer": (302.0, "p50 of 5, 300.0 to 304.0, 7.0 ms a token"),
@@ -158,7 +156,7 @@ def test_the_picture_shows_each_time_with_a_bar_and_its_words(lab, results):
         "cache, clock first": (5400.0, "1499 tokens computed, first: 1486"),
         "first sentence": (217.0, "speech, 142.0 after the first token"),
         "stop after hang-up": (16.5, "closed at 501.0 with 52 fragments"),
-        "next caller waits": (4892.0, "hang-up in prefill, its own: 92.1"),
+        "next caller waits": (4892.0, "hang-up in prefill, its own: 92.0"),
         "turn 6, no clock": (320.0, "20 of 1723 tokens computed"),
         "turn 6, clock in message": (380.0, "30 of 1723 tokens computed"),
         "turn 6, clock not kept": (740.0, "90 of 1723 tokens computed"),
@@ -173,11 +171,12 @@ def test_what_was_not_measured_past_the_lab_is_no_row(lab, results):
     results["call"].update(interrupted=None)
     for call in report.CALLS.split():
         set_key(results, f"{call}.5.cache_n", None)
+    set_key(results, "call.clock_in_message.5.cache_n", 0)
     set_key(results, "call.no_clock.5.first_sentence_ms", None)
     del results["cache"]["changed_suffix"], results["cancel_prefill"]
     rows = picture(shown(lab, results))
     assert rows["turn 6, no clock"][1] == "20 tokens computed"
-    assert rows["turn 6, clock in system"][1] == "312 tokens computed"
+    assert rows["turn 6, clock in message"][1] == "30 of 30 tokens computed"
     left_out = {"turn 4, interruption", "turn 6, first sentence", "cache, clock last"}
     assert not {*left_out, "next caller waits"} & set(rows)
     assert len(rows) == 14
@@ -221,7 +220,7 @@ UNSTEADY = [  # what is just right, what is too much, the rows that are marked t
     ({f"{PREFIX}.ttft_ms": 9000.0}, {f"{PREFIX}.ttft_ms": 9001.0}, COLD),
     # A token of a prompt that is more than twice as long may cost more.
     ({PREFIX: {"prompt_n": 2801, "ttft_ms": 17000.0}}, {f"{PREFIX}.prompt_n": 2800}, COLD[1:]),
-    ({WAITS: 8538.15}, {WAITS: 8538.16}, ["next caller waits"]),  # 5600 and 92.1, 1.5 times
+    ({WAITS: 8538.0}, {WAITS: 8538.1}, ["next caller waits"]),  # 1.5 times 5600 and 92
 ]
 
 
@@ -236,9 +235,9 @@ def test_unsteady_marks_what_one_more_measurement_may_change(lab, results, right
 
 
 def test_a_token_costs_what_the_middle_one_of_the_answers_says(lab, results):
-    for run, cost in zip(results["ttft"]["runs"], [4.0, 1.0, 9.94, 100.0, 50.0]):
+    for run, cost in zip(results["ttft"]["runs"], [4.0, 9.94, 1.0, 100.0, 50.0]):
         run.update(total_ms=run["ttft_ms"] + 30 * cost)
-    set_key(results, "ttft.total_p50", 92.0 + 30 * 9.94)
+    set_key(results, "ttft.total_p50", 90.0 + 30 * 9.94)
     assert ", 9.9 ms a token" in picture(shown(lab, results))["whole answer"][1]
     for run in results["ttft"]["runs"]:
         run["tokens"] = 1  # there is none behind the first
@@ -347,6 +346,7 @@ def test_without_any_result_scripts_and_simulated_results_are_named(lab, tmp_pat
     if simulated:
         (tmp_path / "fake-results").mkdir()
     process = lab.run(sys.executable, str(tmp_path / "report.py"))
+    process.script = "report.py"
     words = (f"no folder {lab.out}", "VOICE_LLM_OUT", *(f"measure_{name}.py" for name in LAB))
     lab.failed(process, {}, words)
     assert (str(tmp_path / "fake-results") in process.err) == simulated
@@ -449,17 +449,18 @@ def test_a_hit_that_is_merely_slow_is_not_blamed_on_the_model(lab, results, comp
     assert (cause or "on an idle machine") in lab.run("report.py").err
 
 
-def test_a_model_that_reuses_nothing_fails_the_checks_of_a_call_with_that_cause(lab, results):
+@pytest.mark.parametrize(("turn_2", "cause"), [(180, "the turns of a call reused"), (179, "run ")])
+def test_a_model_that_reuses_nothing_is_named_as_the_cause(lab, results, turn_2, cause):
     results["call"].update(
-        no_clock=turns(200, 240, 280, 320, 360, 400),
+        no_clock=turns(200, turn_2, 280, 320, 360, 400),
         clock_in_message=turns(210, 260, 310, 360, 410, 460),
         clock_in_system=turns(210, 250, 290, 330, 370, 410),
     )
     write(lab.out, results)
     process = lab.run("report.py")
     assert f"{CHECKS} of {ALL} checks hold" in process.out
-    assert process.err.startswith("report.py: 3 checks FAIL: the turns of a call reused nothing")
-    assert process.err.endswith("Then run measure_cache.py --call again, and report.py\n")
+    assert process.err.startswith(f"report.py: 3 checks FAIL: {cause}")
+    assert "run measure_cache.py --call again" in process.err
 
 
 def test_counts_and_times_of_zero_are_no_traceback(lab, results):
@@ -496,14 +497,12 @@ def test_a_file_that_is_a_pipe_or_no_text_is_named_at_once(lab, results, name):
 
 
 WRONG = [
-    ("ttft.runs", {}, "ttft.json: runs.rows is missing"),
-    ("ttft.runs", LAB["ttft"]["runs"][:4], "ttft.json: runs.rows is 4, not 5"),
-    ("ttft.runs.2", None, "ttft.json: runs.2.ttft_ms is missing"),
+    ("ttft.runs", {}, "ttft.json: runs.length is missing"),
+    ("ttft.runs", LAB["ttft"]["runs"][:4], "ttft.json: runs.length is 4, not 5"),
     ("ttft.runs.1.ttft_ms", float("nan"), "ttft.json: runs.1.ttft_ms is nan, not a number"),
-    ("ttft.total_p50", float("inf"), "ttft.json: total_p50 is inf"),
     ("prefill.2.prompt_n", "1290", "prefill.json: 2.prompt_n is '1290', not a number from 0 up"),
     ("prefill.1.docs", 5, "prefill.json: 1.docs is 5, not 4"),
-    ("prefill.2", DELETE, "prefill.json: rows is 2, not 1 or 3"),
+    ("prefill.2", DELETE, "prefill.json: length is 2, not 1 or 3"),
     ("cache.second", DELETE, "cache.json: second.prompt_n is missing"),
     ("cache.second.ttft_ms", True, "cache.json: second.ttft_ms is True"),
     ("cache.changed_suffix", 5, "cache.json: changed_suffix.prompt_n is missing"),
@@ -511,7 +510,7 @@ WRONG = [
     ("sentence.total_ms", -1, "sentence.json: total_ms is -1"),
     ("cancel", [], "cancel.json: max_tokens is missing"),
     ("call.interrupted", 4, "call.json: interrupted is 4, not 3 or null"),
-    ("call.clock_not_kept.5", DELETE, "call.json: clock_not_kept.rows is 5, not 6"),
+    ("call.clock_not_kept.5", DELETE, "call.json: clock_not_kept.length is 5, not 6"),
     ("call.no_clock.0.cache_n", "6", "call.json: no_clock.0.cache_n is '6', not a number"),
     ("request.messages.1", DELETE, "request.json: messages.1.content is missing"),
 ]
@@ -573,21 +572,19 @@ def test_a_check_fails_where_it_fails_in_any_run_and_says_in_which(lab, results)
     write(lab.out / "10", results, changes)
     process = lab.run("report.py")
     assert process.returncode == 1
-    lines = process.out.splitlines()
-    [at] = [n for n, line in enumerate(lines) if "closed at 500 ms" in line]
-    assert lines[at].endswith("500 <= 400")
-    assert lines[at + 1] == "       in run 2, 10: run measure_cancel.py again"
-    assert "       in run 10: run measure_cache.py again" in lines
-    assert f"{ALL - 2} of {ALL} checks hold" in lines
+    closed = "500 <= 400\n       in run 2, 10: run measure_cancel.py again\n"
+    assert re.search(f"FAILS  closed at 500 ms or later +{closed}", process.out)
+    assert "\n       in run 10: run measure_cache.py again\n" in process.out
+    assert f"{ALL - 2} of {ALL} checks hold" in process.out
     assert "second reused nothing" in process.err
 
 
 def test_a_file_that_no_run_has_is_missing(lab, results):
     for number in "12":
         write(lab.out / number, results, less=("cancel",))
+    words = f"missing in {lab.out}: cancel.json (measure_cancel.py makes it)"
     process = lab.run("report.py")
-    assert process.returncode == 1
-    assert f"missing in {lab.out}: cancel.json (measure_cancel.py makes it)" in process.err
+    assert (process.returncode, words in process.err) == (1, True)
     assert len(picture(process.out)) == 17
     assert not (lab.out / "report.json").exists()
 
@@ -649,7 +646,6 @@ CHANGES = [  # the runs of the one side, of the other, what became of them
     ([92.0, 92.0], [92.0, 92.0], "="),
     ([92.0, 92.0], [92.0, 92.001], "~"),
     ([92.0, 92.0], [92.001, 92.001], "+0.0%"),
-    ([92.001], [92.0], "+0.0%"),
     ([1.0, 2.0, 90.0], [100.0], "+4900.0%"),
 ]
 
@@ -684,7 +680,7 @@ def test_runs_all_made_before_the_others_exclude_no_drift(lab, results, tmp_path
             write(early / str(number), only_lab(results), at=1000 + number)
             write(late / str(number), only_lab(results), at=second + 10 * (number - 1))
         text = " ".join(" ".join(compare(lab, tmp_path / "old")[0]).split())
-        assert ("the machine got slower or faster in between is not excluded" in text) == apart
+        assert ("a machine that got slower or faster is not excluded" in text) == apart
 
 
 def test_a_row_of_fewer_runs_says_so(lab, results, tmp_path):
@@ -724,7 +720,7 @@ def test_against_tells_whether_prompt_and_question_are_the_same(lab, results, tm
     assert "prompt not the same: 6012 and 6012 characters" in lines
     assert "question not the same: 6 and 5 characters" in lines
     write(lab.out, results)
-    (tmp_path / "old" / "props.json").unlink()
+    (lab.out / "props.json").unlink()
     (tmp_path / "old" / "request.json").unlink()
     text = " ".join(" ".join(compare(lab, tmp_path / "old")[0]).split())
     for what in "the prompt is", "the question is":
@@ -799,3 +795,5 @@ def test_markdown_of_a_comparison_has_the_same_rows(lab, results, tmp_path):
     write(tmp_path / "old", {**results, "request": asked("x" * 6012)})
     head = lab.run_ok(*command).out.splitlines()[0]
     assert head == f"old: {SMALL}, {OWN}; new: {SMALL}, the lab's prompt"
+    (lab.out / "request.json").unlink()
+    assert lab.run_ok(*command).out.splitlines()[0].endswith(f"; new: {SMALL}")

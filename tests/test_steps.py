@@ -332,7 +332,7 @@ def test_during_prefill_measures_what_the_next_caller_waits(lab):
     assert result["next_ttft_ms"] >= 2 * prompt - result["closed_at_ms"] + hi_ms > 0
 
 
-def test_during_prefill_a_small_batch_frees_the_slot_before_the_prompt_is_computed(lab):
+def test_during_prefill_a_small_batch_frees_the_slot_before_the_prompt_ends(lab):
     fake, _, prompt, computed = during_prefill(lab, batch=64)
     assert computed < prompt
     # Nobody has looked at the slots between the close and the answer.
@@ -340,7 +340,7 @@ def test_during_prefill_a_small_batch_frees_the_slot_before_the_prompt_is_comput
     assert fake.paths[first : first + 2] == [CHAT] * 2
 
 
-def test_the_fake_notices_no_hang_up_in_prefill_while_somebody_looks_at_the_slots(lab):
+def test_the_fake_notices_no_hang_up_in_prefill_while_somebody_polls_slots(lab):
     def look():
         while not ended.wait(0.05):
             with contextlib.suppress(OSError):  # between two servers

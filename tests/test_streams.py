@@ -29,6 +29,7 @@ def test_the_raw_file_has_the_comments_and_the_blank_lines_too(lab):
         ("split_characters", "診療は九時から。 🙂 OK."),
         ("long_line", "Long. " + "x" * 3_000_000),
         ("half_surrogates", "Fine 😀. Bye."),
+        ("bad_utf_8", "\ufffd. Bye."),
     ],
     ids=lambda value: value[:16],
 )
