@@ -4,9 +4,9 @@
   python3 tests/bench_lag.py
 
 A server process puts its own clock into each fragment; each reader stamps the
-fragments as it gets them. For sse.stream, for a bare socket loop and for those
-of requests, httpx-sse, aiohttp and openai that are installed (nothing is
-installed here), in turn over several rounds:
+fragments as it gets them. For sse.stream, for a bare socket loop and for
+requests and httpx-sse where they are installed (nothing is installed here), in
+turn over several rounds:
 
   lag   from the server's send to the reader's stamp, one fragment every 5 ms,
         like a model's tokens
@@ -18,7 +18,6 @@ monotonic clock (Linux, macOS).
 """
 
 import argparse
-import asyncio
 import contextlib
 import importlib
 import json
@@ -175,40 +174,11 @@ def read_httpx_sse(port, kind, count):
     return found
 
 
-def read_aiohttp(port, kind, count):
-    import aiohttp
-
-    async def read():
-        found = []
-        url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(url, json=request(kind, count)) as response,
-        ):
-            async for line in response.content:
-                now = time.perf_counter()
-                if line.startswith(b"data: {"):
-                    found.append((now, json.loads(line[6:])["choices"][0]["delta"]["content"]))
-        return found
-
-    return asyncio.run(read())
-
-
-def read_openai(port, kind, count):
-    import openai
-
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-    stream = client.chat.completions.create(**request(kind, count))
-    return [(time.perf_counter(), event.choices[0].delta.content) for event in stream]
-
-
 READERS = {
     "bare socket loop": (read_bare_socket, ()),
     "sse.stream": (read_sse, ()),
     "requests": (read_requests, ("requests",)),
     "httpx-sse": (read_httpx_sse, ("httpx", "httpx_sse")),
-    "aiohttp": (read_aiohttp, ("aiohttp",)),
-    "openai-python": (read_openai, ("openai",)),
 }
 
 

@@ -464,12 +464,7 @@ class FakeServer:
 
     def slots(self):
         task = self.slot.processing
-        slot = {
-            "id": 0,
-            "n_ctx": self.slot.n_ctx,
-            "speculative": False,
-            "is_processing": bool(task),
-        }
+        slot = {"id": 0, "n_ctx": self.slot.n_ctx, "is_processing": bool(task)}
         return [dict(slot, id_task=task or self.slot.task) if self.slot.task else slot]
 
     def props(self):
@@ -491,33 +486,23 @@ def end_with(parent):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--port", type=int, default=8080, help="0: a free one (default %(default)s)"
-    )
-    parser.add_argument(
-        "--prompt-ms", type=float, default=0.8, help="per token of the prompt (default %(default)s)"
-    )
-    parser.add_argument(
-        "--token-ms", type=float, default=10.0, help="per token of the answer (default %(default)s)"
-    )
-    parser.add_argument(
-        "--n-ctx", type=int, default=4096, help="tokens of context (default %(default)s)"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=2048, help="tokens of a prompt in one go (default %(default)s)"
-    )
-    parser.add_argument(
-        "--loading", type=float, default=0.0, help="seconds of answering 503 at the start"
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    for option, kind, default, what in (
+        ("--port", int, 8080, "0: a free one"),
+        ("--prompt-ms", float, 0.8, "per token of the prompt"),
+        ("--token-ms", float, 10.0, "per token of the answer"),
+        ("--n-ctx", int, 4096, "tokens of context"),
+        ("--batch", int, 2048, "tokens of a prompt in one go"),
+        ("--loading", float, 0.0, "seconds of answering 503 at the start"),
+    ):
+        what += " (default %(default)s)"
+        parser.add_argument(option, type=kind, default=default, help=what)
     parser.add_argument("--fault", choices=sorted(faults.FAULTS), metavar="NAME", help="misbehave")
     parser.add_argument("--faults", action="store_true", help="list the names of the faults")
     parser.add_argument("--log", type=argparse.FileType("a"), help="a file for the server's log")
-    parser.add_argument(
-        "--end-with-parent", action="store_true", help="end when the starting process ends"
-    )
+    ends = "end when the starting process ends"
+    parser.add_argument("--end-with-parent", action="store_true", help=ends)
     options = parser.parse_args()
     if options.faults:
         with contextlib.suppress(BrokenPipeError):  # `| head` has what it wants

@@ -146,20 +146,20 @@ def test_a_line_for_each_turn_a_column_for_each_place_and_the_first_sentences(on
 # ---- what a note says
 
 
-def test_a_model_that_reuses_nothing_is_noted(lab):
-    lab.serve(**QUICK, fault="recomputes")
-    [note] = [n for n in notes(lab.run_ok(*CALL)) if "computed" in n]
-    assert "from turn 2 on every turn computed nearly everything again" in note
-    for cause in "sliding window", "--no-cache-prompt", "another slot":
-        assert cause in note
+MODEL = ["from turn 2 on every turn computed nearly everything again", "sliding window"]
+ANSWER = ["turn 2, 3, 4, 5, 6 computed the answer before it again", "template"]
+AGAIN = [
+    ("recomputes", MODEL, ["--no-cache-prompt", "another slot"]),
+    ("forgets_answers", ANSWER, ["other tokens", "checkpoint"]),
+]
 
 
-def test_a_slot_that_forgets_the_answer_is_noted_with_the_turns(lab):
-    lab.serve(**QUICK, fault="forgets_answers")
+@pytest.mark.parametrize(("fault", "turns", "causes"), AGAIN)
+def test_what_is_computed_again_is_noted_with_turns_and_causes(lab, fault, turns, causes):
+    lab.serve(**QUICK, fault=fault)
     [note] = [n for n in notes(lab.run_ok(*CALL)) if "computed" in n]
-    assert "turn 2, 3, 4, 5, 6 computed the answer before it again" in note
-    for cause in "template", "other tokens", "checkpoint":
-        assert cause in note
+    for words in turns + causes:
+        assert words in note
 
 
 def test_answers_of_different_lengths_are_noted_with_both_numbers(lab):

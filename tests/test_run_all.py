@@ -277,10 +277,6 @@ def test_documents_and_prompts_are_checked_before_anything_is_asked(lab, pod, tm
 
     (tmp_path / "prompt.txt").write_text("You answer the phone.")
     fails("nowhere.txt", "--compare", str(tmp_path / "prompt.txt"), str(tmp_path / "nowhere.txt"))
-    fails("nowhere.txt", "--compare", str(tmp_path / "nowhere.txt"), str(tmp_path / "prompt.txt"))
-    lab.env["VOICE_LLM_SYSTEM"] = str(tmp_path / "nowhere.txt")
-    fails("nowhere.txt")
-    del lab.env["VOICE_LLM_SYSTEM"]
     lab.env["VOICE_LLM_KB"] = str(tmp_path / "nowhere")
     fails("VOICE_LLM_KB")
 
@@ -508,7 +504,6 @@ def test_a_signal_that_a_job_has_missed_is_sent_again(lab, house):
     assert process.returncode == 143
 
 
-WAYS = ["to the script alone", "to the group", "to both", "by timeout"]
 MOMENTS = [
     "SIMULATED",  # the fake server is starting
     "[1/8]",  # a step is starting: its job may not have become its command yet
@@ -518,9 +513,13 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("at", MOMENTS)
-def test_ctrl_c_exits_with_130_says_where_and_leaves_nothing(lab, house, way, at):
+# Each moment with the two ways that differ most, and the other two at one that is long enough.
+CTRL_C = [(at, way) for at in MOMENTS for way in ("to the script alone", "by timeout")]
+CTRL_C += [(MOMENTS[3], "to the group"), (MOMENTS[3], "to both")]
+
+
+@pytest.mark.parametrize(("at", "way"), CTRL_C)
+def test_ctrl_c_exits_with_130_says_where_and_leaves_nothing(lab, house, at, way):
     house.plan({at.partition("work: ")[2]: "time.sleep(3600)"})
     timeout = ["timeout", "--preserve-status", "-s", "INT", "3600"] if way == "by timeout" else []
     if not shutil.which("timeout"):
@@ -546,15 +545,12 @@ def test_ctrl_c_exits_with_130_says_where_and_leaves_nothing(lab, house, way, at
 # ---------------------------------------------------------------------------- the README's command
 
 
-def test_the_readmes_command_compares_two_prompts(lab, suite):
+def test_the_readmes_command_compares_two_prompts(lab, house):
     section = (TOP / "README.md").read_text("utf-8").partition("## You have a slow prompt")[2]
     [command] = re.findall(r"^    (.*--compare prompt.txt shorter.txt.*)$", section, re.MULTILINE)
-    for name, times in ("prompt.txt", 200), ("shorter.txt", 100):
-        (suite.folder / name).write_text("You answer the phone of a clinic. " * times)
-    lab.serve(prompt_ms=0.2, token_ms=5)
-    process = lab.run("bash", "-c", f"{command} --repeat 1", cwd=suite.folder)
-    assert did_all(process), process.err
-    sides = (lab.out / name / "1" / "report.json" for name in ("old", "new"))
-    old, new = (json.loads(path.read_text())["prompt_n_12docs"] for path in sides)
-    assert old > new + 500
-    assert re.search(rf"tokens, 12 docs +{old} +{new} ", process.out)
+    for name in "prompt.txt", "shorter.txt":
+        (house.folder / name).write_text("You answer the phone of a clinic.")
+    lab.serve()
+    process = lab.run("bash", "-c", f"{command} --repeat 1", cwd=house.folder)
+    assert process.returncode == 0, process.err
+    assert house.names() == [*SCRIPTS, *SCRIPTS, f"report.py --against {lab.out / 'old'}"]

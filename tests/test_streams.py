@@ -131,14 +131,6 @@ def test_stream_writes_every_line_to_a_path_a_binary_file_or_a_text_file(recorde
         assert (tmp_path / name).read_bytes() == faults.RECORDED.read_bytes()
 
 
-def test_of_each_kind_of_note_the_largest_is_kept(monkeypatch):
-    monkeypatch.setattr(sse, "notes", {})
-    for size in 60, 90, 70:
-        sse.note("late", f"{size} ms", size)
-    sse.note("other", "once")
-    assert sse.notes == {"late": (90, "90 ms"), "other": (0, "once")}
-
-
 def test_a_fragment_and_the_end_have_the_time_at_which_they_were_read(lab, monkeypatch):
     """The server sends each line when the one before has been read."""
     gate = threading.Semaphore(0)
