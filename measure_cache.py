@@ -8,7 +8,7 @@ documents, is sent with the KV cache on, and cache.json has {"prompt_n",
   first           nothing to reuse: the whole prompt is computed
   second          the same again: all but the last tokens are reused
   changed_suffix  with --changed-suffix only: a line with the time at the end
-  changed_prefix  the time in front: already the first token differs
+  changed_prefix  the time in front: what stands behind it is computed again
 
 prompt_n: tokens that the server computed for this request (timings.prompt_n).
 ttft_ms: from just before the request is sent until the first event with
@@ -25,6 +25,7 @@ turn sends what was said so far. It writes call.json:
   clock_not_kept    the same, but the next turns send it without the time
   clock_in_system   with the time at the end of the system prompt
 
+Turn 1 of no_clock is cold; the other calls begin with the prompt in the cache.
 cache_n: tokens reused (timings.cache_n); null where the server does not tell.
 first_sentence_ms: as in step 6; null in the interrupted turn.
 """
@@ -160,7 +161,7 @@ def hold_call(place, system, lines):
     said, turns = [], []
     for turn in range(1, TURNS + 1):
         behind_hang_up = bool(turns) and turns[-1].interrupted
-        if not behind_hang_up:  # else the caller waits for whatever the server still does
+        if not behind_hang_up:  # behind it, what the server still does is part of the wait
             sse.wait_idle()
         clock = f"Current time: 14:{turn + 4:02}."
         line = lines[(turn - 1) % len(lines)]
@@ -185,13 +186,15 @@ def note_reuse(turns):
     for number, turn in enumerate(turns):
         computed, reused = turn.figures["prompt_n"], turn.figures["cache_n"]
         before = turns[:number]
-        total = turns[0].figures["prompt_n"] + sum(other.predicted_n for other in before)
         if reused is not None:
             total = computed + reused
+        else:  # at least the first prompt and the answers
+            total = turns[0].figures["prompt_n"] + sum(other.predicted_n for other in before)
         if before and computed >= NEARLY_ALL * total:
             everything.append(number + 1)
         elif before and reused is not None and before[-1].figures["cache_n"] is not None:
             answer = before[-1].predicted_n
+            # What the slot holds behind that answer, if it has kept it all:
             held = before[-1].figures["prompt_n"] + before[-1].figures["cache_n"] + answer
             if computed - (total - held) > answer / 2:
                 again.append(number + 1)
@@ -222,7 +225,7 @@ def measure_calls(texts):
     interrupted = all(turns[INTERRUPTED - 1].interrupted for turns in calls.values())
     if not interrupted:
         said = f"an answer of turn {INTERRUPTED} had ended before the caller broke in"
-        sse.note("interrupted", f"{said}, so no turn 4 is one after an interruption")
+        sse.note("interrupted", f"{said}, so turn 4 shows no interruption")
     figures = {place: [turn.figures for turn in turns] for place, turns in calls.items()}
     return {"interrupted": INTERRUPTED if interrupted else None, **figures}, calls["no_clock"]
 
@@ -246,9 +249,10 @@ def call_lines(result, turns):
 def main():
     options = sse.parser(__doc__)
     suffix = "also ask with the time behind the prompt"
-    options.add_argument("--changed-suffix", action="store_true", help=suffix)
+    either = options.add_mutually_exclusive_group()
+    either.add_argument("--changed-suffix", action="store_true", help=suffix)
     call = "hold four calls of six turns instead"
-    options.add_argument("--call", action="store_true", help=call)
+    either.add_argument("--call", action="store_true", help=call)
     options = options.parse_args()
     texts = documents()
     long_prompt(texts)  # better to fail before the folder is made

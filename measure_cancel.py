@@ -76,7 +76,7 @@ def end_of(task, closed_at):
     if now - busy_at > max(0.05, 0.1 * (now - closed_at)):
         gap = f"for {(now - busy_at) * 1000:.0f} ms nobody saw whether the slot was busy"
         causes = "/slots is slow (the network, a proxy), or this process was suspended"
-        sse.note("slots gap", f"{gap}, so it may have been idle as much earlier: {causes}")
+        sse.note("gap", f"{gap}, so it may have been idle as much earlier: {causes}")
     return now
 
 

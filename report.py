@@ -117,7 +117,7 @@ def load_run(folder, without):
     """The files of one run but those in `without` → Run. Raises sse.Failure."""
     paths = {name: os.path.join(folder, f"{name}.json") for name in SCRIPTS if name not in without}
     times = {name: os.path.getmtime(path) for name, path in paths.items() if os.path.exists(path)}
-    oldest = min((times[name] for name in LAB if name in times), default=0)
+    oldest = min((times[name] for name in LAB if name in times), default=math.inf if without else 0)
     for name in PAST_THE_LAB:
         if times.get(name, oldest) < oldest - 1:
             del times[name]  # of an earlier run: this one has not measured it
@@ -235,7 +235,7 @@ def derive(f):
         costs = [(total - first) / (tokens - 1) for first, total, tokens in runs if tokens > 1]
         f["ttft.each"] = statistics.median(costs) if costs else None
     if "cache" in f:
-        f["cache.most"] = NEARLY_ALL * f["cache.first.prompt_n"]
+        f["cache.limit"] = NEARLY_ALL * f["cache.first.prompt_n"]
         f["cache.prefix_n"] = f["cache.changed_prefix.prompt_n"]
         f["cache.prefix_ms"] = f["cache.changed_prefix.ttft_ms"]
     if "sentence" in f:
@@ -297,8 +297,8 @@ RELAY = f"the server may have gone on, as behind a relay that swallows a hang-up
 KEPT = "a cache kept the prompt: start llama-server with --cache-ram 0 and -np 1"
 # What a failure may come from: two figures that relate so where it does, and the words for it.
 NO_DOCS = "prefill 0 <= 0", "the documents add no tokens: look into VOICE_LLM_KB"
-MISS = "cache most <= second.prompt_n", f"second reused nothing: {REUSES}"
-WARM = "cache prefix_n < most", KEPT
+MISS = "cache limit <= second.prompt_n", f"second reused nothing: {REUSES}"
+WARM = "cache prefix_n < limit", KEPT
 WENT_ON = "cancel received_tokens < max_tokens", RELAY
 AGAIN = "call nearly_all <= least.prompt_n", f"the turns of a call reused nothing: {REUSES}"
 
@@ -315,7 +315,7 @@ CHECKS = (  # a sentence; a file, and how two of its figures relate; what a fail
     ("12 documents: prefill is over at the first token", "prefill 2.prompt_ms <= 2.ttft_ms"),
     ("a hit computes fewer tokens than first", "cache second.prompt_n < first.prompt_n", MISS),
     ("a hit is faster than first", "cache second.ttft_ms < first.ttft_ms", MISS),
-    (f"changed prefix: {NEARLY_ALL} of first is computed again", "cache most <= prefix_n", WARM),
+    (f"changed prefix: {NEARLY_ALL} of first is computed again", "cache limit <= prefix_n", WARM),
     ("changed prefix: slower than a hit", "cache second.ttft_ms < prefix_ms", MISS, WARM),
     ("first token, then first sentence", "sentence ttft_ms <= first_sentence_ms"),
     ("first sentence, then the end", "sentence first_sentence_ms <= total_ms"),
@@ -330,7 +330,7 @@ CHECKS = (  # a sentence; a file, and how two of its figures relate; what a fail
 )
 SIGNS = {"<": operator.lt, "<=": operator.le, "==": operator.eq}
 
-# A check of some runs: two figures, of the first that fails or of the first; the runs that fail.
+# A check of some runs: two figures, of the first that fails, if one does; the runs that fail.
 Check = namedtuple("Check", "file text left sign right failed causes")
 
 
@@ -361,8 +361,9 @@ def check_lines(table, several):
         two = f"{round(check.left, 3):.10g} {check.sign} {round(check.right, 3):.10g}"
         lines.append(f"{'FAILS' if check.failed else 'ok':6} {check.text:51} {two}")
         if check.failed:
-            where = f" in run {', '.join(check.failed)}:" if several else ""
-            lines.append(f"      {where} run {SCRIPTS[check.file]} again")
+            again = f"run {SCRIPTS[check.file]} again"
+            where = f"in run {', '.join(check.failed)} (VOICE_LLM_OUT=…/{check.failed[0]}): "
+            lines.append(f"       {where * several}{again}")
     return lines
 
 

@@ -85,7 +85,7 @@ if [ -z "$fake" ] && ! VOICE_LLM_TIMEOUT=2 wait_for python3 -c "$up" "$here" 0 0
   if command -v voice-llm >/dev/null; then starts=voice-llm; else starts=you; fi
 fi
 two_ways() {
-  case $starts,$VOICE_LLM_URL in you,http://*) ;; *) return ;; esac
+  case $starts,$VOICE_LLM_URL in *@*) return ;; you,http://*) ;; *) return ;; esac
   echo "run_all.sh: no command voice-llm on PATH, and no server at $VOICE_LLM_URL. Two ways on:
   start one:  llama-server -m MODEL.gguf --host 127.0.0.1 --port 8080 -c 4096 -np 1 --cache-ram 0
               (one elsewhere: set VOICE_LLM_URL; no documents: VOICE_LLM_KB=$here/tests/kb)

@@ -40,7 +40,7 @@ SETTINGS = {  # name: (default, meaning)
     "VOICE_LLM_TIMEOUT": ("120", "seconds: the longest wait for an answer or a slot"),
 }
 SIMULATED = "simulated: a fake server without a model"  # its model_path
-MAX_BYTES = 8 * 2**20  # of a line: none is longer
+MAX_BYTES = 8 * 2**20  # of a line
 HTTP_ERRORS = (OSError, ValueError, OverflowError, http.client.HTTPException)
 CHAT, DONE = "/v1/chat/completions", b"[DONE]"
 LOG, IS_IT = "look at the server's log", "is it a llama-server?"
@@ -114,7 +114,7 @@ def questions(*defaults):
 
 
 def read_text(path, what_to_do):
-    """The stripped text of a UTF-8 file. Raises Failure, with `what_to_do`."""
+    """The stripped text of a UTF-8 file. Raises Failure."""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait
             raise OSError("not a file")
@@ -185,7 +185,7 @@ def error_text(data):
 
 
 def reason(error):
-    """What an exception says."""
+    """What an error says."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -200,7 +200,9 @@ class Request:
         (host, port, prefix), fields = address(), headers()
         self.seconds, self.late, self.cause = seconds, False, ""
         self.response = self.closed_at_ms = None
-        self._connection = http.client.HTTPConnection(host, port, timeout=timeout())
+        self._connection = http.client.HTTPConnection(
+            host, port, timeout=timeout() if body else seconds
+        )
         try:
             self._connection.connect()
         except (OSError, ValueError) as error:  # ValueError: a host name that DNS can't carry
@@ -341,9 +343,9 @@ class Answer(Request):
                 if text := self._content(at, event_type, data):
                     self.received += 1
                     yield {"t_ms": self._ms(at), "text": text}
-        closed = self.total_ms is None and self.closed_at_ms is not None
-        if closed and (self.cut_after is not None or not self.late):
-            return  # on purpose
+        on_purpose = self.cut_after is not None or not self.late
+        if self.total_ms is None and self.closed_at_ms is not None and on_purpose:
+            return
         if why := self._cut_short() or self._warm():
             raise self._failure(why)
 
@@ -437,7 +439,7 @@ class Answer(Request):
     def _warm(self):
         """What came from a cache that was to be off; "" where nothing did."""
         cached, computed = (number(self.timings, key) for key in ("cache_n", "prompt_n"))
-        what, words = f"{cached} tokens", self._prompt_words
+        what, words = plural(cached, "token"), self._prompt_words
         if cached is None and computed is not None and computed < words / 2:
             what = f"all but {plural(computed, 'token')} for {words} words"  # one a word, or more
             cached = True
@@ -451,7 +453,7 @@ def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None, **fields):
     path, written at the end, or an open file."""
     path = raw_out if isinstance(raw_out, (str, os.PathLike)) else None
     file = io.BytesIO() if path else getattr(raw_out, "buffer", raw_out)  # of text, its bytes
-    with Answer(messages, max_tokens, cache_prompt, file, **fields) as answer:
+    with Answer(messages, max_tokens, cache_prompt, file, None, **fields) as answer:
         chunks = list(answer)
     if path:
         save({path: file.getvalue()})
@@ -510,7 +512,8 @@ def note_content(answer, chunks):
         note("<think>", f"the answer begins with reasoning (<think>), not speech: {NO_REASONING}")
     tokens = max(len(chunks), number(answer.timings, "predicted_n") or 0)
     if tokens > answer.max_tokens:
-        note("length", f"the server ignored max_tokens: {tokens} tokens for {answer.max_tokens}")
+        ignored = f"the server ignored max_tokens: {tokens} tokens"
+        note("length", f"{ignored} for {answer.max_tokens}", tokens)
 
 
 def note_clocks(answer, chunks, behind=False):
@@ -549,7 +552,7 @@ def slots(required=False):
     Where it does not (--no-slots, a proxy), [] and a note, once for all; Failure if `required`."""
     if "slots" in notes and not required:
         return []
-    try:  # 10 s: b9093 answers only when somebody's prompt is computed
+    try:  # 10 s: b9093 answers only after somebody's prefill
         status, body = get("/slots", None if required else min(10, timeout()))
         states = parsed(body) if status == 200 else None
         with contextlib.suppress(TypeError, LookupError):
@@ -605,9 +608,9 @@ def check_same_server():
         new = server_of(parsed(get("/props", min(10, timeout()))[1])) if old else {}
         for key, value in old.items():
             if value != new.get(key, value):
-                here, there = f"{url_of('')} has {key} {new[key]}", f"{result_path()} {value}"
+                here, there = f"{url_of('')} has {key} {new[key]}", f"results of {key} {value}"
                 hint = "set another VOICE_LLM_OUT, or run all steps (run_all.sh)"
-                raise Failure(f"{here}, but the results in {there}: {hint}")
+                raise Failure(f"{here}, but {result_path()} has {there}: {hint}")
 
 
 def check_not_mixed(props):
@@ -650,7 +653,7 @@ def result_path(name=""):
 
 
 def prepare(new_server=False):
-    """Check settings, folder and server before the measurement."""
+    """Check settings, folder and server first."""
     check_settings()
     try:
         os.makedirs(result_path(), exist_ok=True)
@@ -767,7 +770,7 @@ def run(main):
 
 # ---- steps 1 and 2
 def step_1():
-    """Save what the server says of itself."""
+    """Save what the server is."""
     prepare(new_server=True)
     health, props = wait_ready()
     check_not_mixed(props)
@@ -776,7 +779,7 @@ def step_1():
 
 
 def step_2():
-    """Ask one question, show the answer, save all that came."""
+    """Ask one question, and save all that came."""
     import concurrent.futures  # here: it takes 10 ms
 
     messages = chat(system_prompt(SYSTEM), questions(QUESTION)[0])

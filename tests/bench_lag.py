@@ -5,8 +5,8 @@
 
 A server process puts its own clock into each fragment; each reader stamps the
 fragments as it gets them. For sse.stream, for a bare socket loop and for
-requests and httpx-sse where they are installed (nothing is installed here), in
-turn over several rounds:
+requests where that is installed (nothing is installed here), in turn over
+several rounds:
 
   lag   from the server's send to the reader's stamp, one fragment every 5 ms,
         like a model's tokens
@@ -157,28 +157,10 @@ def read_requests(port, kind, count):
     return found
 
 
-def read_httpx_sse(port, kind, count):
-    import httpx
-    import httpx_sse
-
-    found = []
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    with (
-        httpx.Client() as client,
-        httpx_sse.connect_sse(client, "POST", url, json=request(kind, count)) as source,
-    ):
-        for event in source.iter_sse():
-            now = time.perf_counter()
-            if event.data != "[DONE]":
-                found.append((now, json.loads(event.data)["choices"][0]["delta"]["content"]))
-    return found
-
-
 READERS = {
     "bare socket loop": (read_bare_socket, ()),
     "sse.stream": (read_sse, ()),
     "requests": (read_requests, ("requests",)),
-    "httpx-sse": (read_httpx_sse, ("httpx", "httpx_sse")),
 }
 
 

@@ -34,14 +34,14 @@ STEPS = {
 }
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(start.IMPORTED)
-CUT, LATE = 1.0, 60.0  # seconds: step 7 in a test, which a busy machine must not hurry
+CUT, LATE = 2.0, 60.0  # seconds: step 7 in a test, which a busy machine must not hurry
 PATIENT = """
 import os, sys
 script, cut, late = sys.argv[1:4]
 sys.argv[:4] = [script]
 sys.path[0] = os.path.dirname(script)
 import measure_cancel
-measure_cancel.CUT = measure_cancel.EARLY_CUT = float(cut)
+measure_cancel.CUT, measure_cancel.EARLY_CUT = float(cut), min(float(cut), 1.0)
 measure_cancel.LATE = float(late)
 measure_cancel.sse.run(measure_cancel.main)
 """
@@ -171,7 +171,7 @@ class Lab:
     def write_earlier(self):
         """Put results of an earlier run into the folder → what is there now."""
         self.out.mkdir(parents=True, exist_ok=True)
-        steps = "ttft prefill cache sentence cancel cancel_prefill report health"
+        steps = "ttft prefill cache call sentence cancel cancel_prefill report health request"
         for name in [f"{step}.json" for step in steps.split()] + ["sse_raw.txt", "chunks.jsonl"]:
             (self.out / name).write_text(f"earlier {name}")
         props = self.fake.props() if self.fake else {}

@@ -6,7 +6,8 @@ import pytest
 from fake_server import ANSWERS, render, tokenize
 from test_steps import DOCUMENTS, SYSTEM, body
 
-from measure_cache import CALLER
+import sse
+from measure_cache import CALLER, Turn, measure_calls, note_reuse
 from measure_sentence import first_sentence
 
 CALL = ("measure_cache.py", "--call")
@@ -187,6 +188,30 @@ def test_a_server_that_does_not_tell_what_it_reused_gives_null(lab):
     assert {turn["cache_n"] for place in PLACES for turn in result[place]} == {None}
 
 
+@pytest.mark.parametrize(("computed", "told"), [(10 + 24, False), (10 + 25, True)])
+def test_more_than_half_of_the_answer_before_is_noted(monkeypatch, computed, told):
+    monkeypatch.setattr(sse, "notes", {})
+    counts = [(1000, 0), (computed, 1058 - computed)]  # 10 tokens are new, 48 are the answer's
+    figures = [{"prompt_n": prompt_n, "cache_n": cache_n} for prompt_n, cache_n in counts]
+    note_reuse([Turn(turn, "", "", 48, False) for turn in figures])
+    assert ("answer again" in sse.notes) == told
+
+
+def test_what_waits_behind_a_hang_up_earns_no_note_for_it(lab, monkeypatch):
+    lab.serve(**QUICK)
+    for name in "URL", "OUT", "KB":
+        monkeypatch.setenv(f"VOICE_LLM_{name}", lab.env[f"VOICE_LLM_{name}"])
+    noted, clocks = [], sse.note_clocks
+    monkeypatch.setattr(sse, "note_clocks", lambda *told: noted.append(told))
+    measure_calls(["A document."])
+    assert [behind for _, _, behind in noted] == [False, False, True, False, False] * 4
+    monkeypatch.setattr(sse, "notes", {})
+    answer, chunks, _ = noted[0]
+    answer.timings = {"prompt_ms": 90_000.0}
+    clocks(answer, chunks, True)
+    assert sse.notes == {}
+
+
 # ---- what is void
 
 
@@ -262,7 +287,7 @@ def test_a_japanese_answer_has_a_first_sentence(lab):
 
 def test_without_documents_only_the_system_prompt_is_sent(lab):
     lab.env["VOICE_LLM_KB"] = "none"
-    fake = lab.serve(prompt_ms=50, silence=0.1)  # 3 s for the prompt
+    fake, lab.cut = lab.serve(prompt_ms=50, silence=0.1), 1  # 3 s for the prompt
     lab.run_ok("measure_prefill.py", "--check")
     assert fake.requests == []
     lab.run_ok("measure_cancel.py", "--during-prefill")

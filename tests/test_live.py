@@ -4,7 +4,6 @@ Against the fake, or with VOICE_LLM_URL=http://127.0.0.1:8080 against a real ser
 is a defect of the fake.
 """
 
-import http.client
 import json
 import os
 import pathlib
@@ -244,19 +243,3 @@ def test_a_prompt_longer_than_the_context_is_refused_in_the_servers_words():
         match=r"answered 400: request \(\d+ tokens\) exceeds the available context size",
     ):
         sse.stream(sse.chat("word " * 6000, "Hello?"))
-
-
-def test_a_request_that_is_none_is_refused_as_json():
-    host, port, _ = sse.address()
-    connection = http.client.HTTPConnection(host, port, timeout=10)
-    connection.request(
-        "POST", "/v1/chat/completions", '{"stream": true}', {"Content-Type": "application/json"}
-    )
-    response = connection.getresponse()
-    assert response.status == 400
-    error = json.loads(response.read())["error"]
-    assert error == {
-        "code": 400,
-        "message": "'messages' is required",
-        "type": "invalid_request_error",
-    }

@@ -328,6 +328,11 @@ def test_without_names_the_files_that_this_run_did_not_write(lab, results, name)
     assert not {"next caller waits", "turn 6, no clock"} & set(rows)
 
 
+def test_without_all_that_the_lab_asks_for_an_earlier_call_is_not_shown(lab, results):
+    write(lab.out, results)
+    lab.run_fails("report.py", "--without", ",".join(LAB), words=("missing in", *LAB))
+
+
 def test_without_optional_files_the_report_is_whole(lab, results):
     write(lab.out, results)
     assert "next caller waits" in lab.run_ok("report.py", "--without", "").out
@@ -572,9 +577,9 @@ def test_a_check_fails_where_it_fails_in_any_run_and_says_in_which(lab, results)
     write(lab.out / "10", results, changes)
     process = lab.run("report.py")
     assert process.returncode == 1
-    closed = "500 <= 400\n       in run 2, 10: run measure_cancel.py again\n"
-    assert re.search(f"FAILS  closed at 500 ms or later +{closed}", process.out)
-    assert "\n       in run 10: run measure_cache.py again\n" in process.out
+    closed = "500 <= 400\n       in run 2, 10 (VOICE_LLM_OUT=…/2): run measure_cancel.py again\n"
+    assert re.search(f"FAILS  closed at 500 ms or later +{re.escape(closed)}", process.out)
+    assert "\n       in run 10 (VOICE_LLM_OUT=…/10): run measure_cache.py again\n" in process.out
     assert f"{ALL - 2} of {ALL} checks hold" in process.out
     assert "second reused nothing" in process.err
 

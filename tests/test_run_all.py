@@ -14,7 +14,7 @@ import pytest
 from conftest import TESTS, TOP, eventually, reserved_port
 
 RUN = str(TOP / "run_all.sh")
-PATIENCE = r"\1 = 0.7, 0.4, 60.0"
+PATIENCE = r"\1 = 1.2, 1.0, 60.0"
 FILES = {"health", "props", "request", "ttft", "prefill", "cache", "sentence", "cancel", "report"}
 DELIVERED = {*(f"{name}.json" for name in FILES), "sse_raw.txt", "chunks.jsonl", "sse.py"}
 STEPS = ("ttft", "prefill", "cache", "sentence", "cancel")
@@ -31,7 +31,7 @@ echo "$1" >>calls
 case $1 in
   up)
     [ -e pid ] && exit 0
-    "{python}" "{fake}" --port {port} --prompt-ms 0.5 --token-ms 5 --loading 0.5 \\
+    "{python}" "{fake}" --port {port} --prompt-ms 2 --token-ms 10 --loading 0.5 \\
       --log server.log >/dev/null 2>&1 &
     echo $! >pid ;;
   log) cat server.log ;;
@@ -346,6 +346,7 @@ def test_fake_does_all_steps_on_a_bare_machine_started_with_sh(lab, bare, suite)
     assert "Where the time goes: simulated" in process.out
     assert set(lab.files()) == DELIVERED
     assert [row["docs"] for row in lab.read("prefill.json")] == [0]
+    assert not re.search("^FAILS .*(tokens|documents|starts with)", process.out, re.MULTILINE)
     assert eventually(lambda: not left_over(process.pid))
     assert not list(pathlib.Path(lab.env["TMPDIR"]).glob("voice-llm.*"))
 
@@ -550,7 +551,6 @@ def test_the_readmes_command_compares_two_prompts(lab, house):
     [command] = re.findall(r"^    (.*--compare prompt.txt shorter.txt.*)$", section, re.MULTILINE)
     for name in "prompt.txt", "shorter.txt":
         (house.folder / name).write_text("You answer the phone of a clinic.")
-    lab.serve()
-    process = lab.run("bash", "-c", f"{command} --repeat 1", cwd=house.folder)
+    process = lab.run("bash", "-c", f"{command} --repeat 1 --fake", cwd=house.folder)
     assert process.returncode == 0, process.err
     assert house.names() == [*SCRIPTS, *SCRIPTS, f"report.py --against {lab.out / 'old'}"]

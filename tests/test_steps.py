@@ -304,7 +304,7 @@ def test_during_prefill_measures_what_the_next_caller_waits(lab):
     assert_sent(fake, *bodies, idle=False)
     assert list(result) == ["docs", "closed_at_ms", "next_ttft_ms", "next_prompt_ms"]
     assert result["docs"] == len(DOCUMENTS)
-    assert result["closed_at_ms"] >= 1000 * lab.cut
+    assert result["closed_at_ms"] >= 1000 * min(lab.cut, 1)
     assert computed == prompt
     hi_ms = 2 * len(tokenize(render(fake.requests[1]["messages"])))
     assert result["next_prompt_ms"] >= hi_ms
@@ -343,7 +343,7 @@ def test_the_fake_notices_no_hang_up_in_prefill_while_somebody_polls_slots(lab):
 def test_a_prompt_and_a_question_of_ones_own_are_sent_in_steps_2_to_6(lab, tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbf\n Speak like a pirate.\r\nBe short. \n\n")
     lab.env["VOICE_LLM_SYSTEM"] = str(tmp_path / "prompt.txt")
-    lab.env["VOICE_LLM_QUESTION"] = "Où est la clinique ?"
+    lab.env["VOICE_LLM_QUESTION"] = "Où est la clinique ?\nMerci."  # the second line: --call
     pirate, ask = "Speak like a pirate.\nBe short.", "Où est la clinique ?"
     prompt = "\n\n".join([pirate, *DOCUMENTS])
     fake = lab.serve(**LONG_PREFILL, batch=64, token_ms=20)
@@ -630,6 +630,7 @@ def test_a_pipe_that_closes_early_is_no_traceback(lab):
     os.close(write)
     assert process.returncode == 1
     assert process.err.splitlines() == ["asking: What should a new patient bring?"]
+    assert (lab.out / "chunks.jsonl").exists()
 
 
 @needs_full
