@@ -87,7 +87,7 @@ OPTIONAL = ("cache.changed_suffix", "prefill.1", "prefill.2")
 
 
 def flat(value, way):
-    """Everything in `value` by the way that leads to it: {"cache": {…}, "cache.second": {…}, …}."""
+    """Everything in `value` by the way that leads to it: {"cache.second": {…}, …}."""
     found = {way: value}
     if isinstance(value, list):
         value = {**dict(enumerate(value)), "length": len(value)}
@@ -194,7 +194,7 @@ ROWS = (
 
 
 def identity(props):
-    """What props.json tells of the server → {"model": its file, "context": "context 4096", …}."""
+    """What props.json tells of the server → {"model": file, "context": "context 4096", …}."""
     props = props if isinstance(props, dict) else {}
     told = {key: f"{key} {value}" for key, value in sse.server_of(props).items()}
     names = (os.path.basename(str(props.get(key) or "")) for key in ("model_path", "model_alias"))
@@ -335,7 +335,7 @@ Check = namedtuple("Check", "file text left sign right failed causes")
 
 
 def relate(f, relation):
-    """Two figures of a file → (left, sign, right, whether that holds); () where one is missing."""
+    """Two figures of a file → (left, sign, right, does that hold); () where one is missing."""
     file, left, sign, right = relation.split()
     left, right = (int(n) if n.isdecimal() else f.get(f"{file}.{n}") for n in (left, right))
     return () if None in (left, right) else (left, sign, right, SIGNS[sign](left, right))

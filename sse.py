@@ -449,8 +449,8 @@ class Answer(Request):
 
 
 def stream(messages, max_tokens=64, cache_prompt=True, raw_out=None, **fields):
-    """Send `messages`, read the answer → ([fragment, …], total_ms, timings), see Answer. raw_out: a
-    path, written at the end, or an open file."""
+    """Send `messages`, read the answer → ([fragment, …], total_ms, timings): Answer. raw_out:
+    a path, written at the end, or an open file."""
     path = raw_out if isinstance(raw_out, (str, os.PathLike)) else None
     file = io.BytesIO() if path else getattr(raw_out, "buffer", raw_out)  # of text, its bytes
     with Answer(messages, max_tokens, cache_prompt, file, None, **fields) as answer:
@@ -548,7 +548,7 @@ def note_neighbour():
 
 # ---- the slots
 def slots(required=False):
-    """What /slots tells → [{"is_processing": bool, "id_task": int (not in old builds), …}, …].
+    """What /slots tells → [{"is_processing": bool, "id_task": int, not in old builds, …}, …].
     Where it does not (--no-slots, a proxy), [] and a note, once for all; Failure if `required`."""
     if "slots" in notes and not required:
         return []
