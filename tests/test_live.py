@@ -214,7 +214,7 @@ def test_without_the_cache_the_whole_prompt_is_computed_again():
 def test_closing_the_connection_stops_generation_long_before_its_end(server):
     server.token_ms = 20
     with sse.Answer(COUNT, 512, ignore_eos=True) as answer:
-        for last in answer:
+        for last in answer:  # noqa: B007
             if answer.received == 20:
                 answer.close()
     idle()
