@@ -449,7 +449,6 @@ chat("no_last_newline", "[DONE] without a newline, and the connection ends",
      stream(REST, b"data: [DONE]", framing="close"), HARMLESS)
 chat("connection_close", "Connection: close, no length, and Content-Encoding: Identity",
      raw(STREAM_HEAD + b"Identity\r\nConnection: close\r\n\r\n", REST, DONE), HARMLESS)
-chat("http_1_0", "HTTP/1.0", stream(REST, DONE, framing="close", version="HTTP/1.0"), HARMLESS)
 chat("late_done", "[DONE] 100 ms after everything else", stream(REST, pause(0.1), DONE), HARMLESS)
 chat("no_content_type", "no Content-Type header", stream(REST, DONE, kind=None), HARMLESS)
 chat("open_after_done",
